@@ -88,6 +88,11 @@ def evaluate(model: LabMTP, loss, work: Path, batches: int = 6) -> dict:
     return {k: sum(r[k] for r in rows) / len(rows) for k in rows[0]}
 
 
+def note(log: Path, entry: dict) -> None:
+    with open(log, "a", encoding="utf-8") as f:
+        f.write(json.dumps(entry) + "\n")
+
+
 def run(phase: str, work: Path, minutes: float, lr: float, seed: int) -> None:
     torch.manual_seed(seed)
     model, loss = LabMTP(Config()), trunk_loss if phase == "trunk" else head_loss
@@ -108,7 +113,7 @@ def run(phase: str, work: Path, minutes: float, lr: float, seed: int) -> None:
         step, used, tokens = state["step"], state["used"], state["tokens"]
         data.rng = np.random.default_rng([seed, step])
     began, saved, budget = time.time() - used, time.time(), minutes * 60
-    log = open(work / f"{phase}.log", "a", encoding="utf-8")
+    log = work / f"{phase}.log"
     while used < budget:
         share = used / budget
         # The last stretch sees longer windows: half the rows, the same tokens.
@@ -123,10 +128,12 @@ def run(phase: str, work: Path, minutes: float, lr: float, seed: int) -> None:
             opt.zero_grad(set_to_none=True)
         step, tokens, used = step + 1, tokens + ids.numel(), time.time() - began
         if step % 20 == 0:
-            print(json.dumps({"step": step, "tokens": tokens, "s": round(used), **stats}), file=log, flush=True)
+            note(log, {"step": step, "tokens": tokens, "s": round(used), **stats})
         if time.time() - saved > 300 or used >= budget:
             held = evaluate(model, loss, work)
-            print(json.dumps({"step": step, "tokens": tokens, "s": round(used), "held_out": held}), file=log, flush=True)
+            print(
+                json.dumps({"step": step, "tokens": tokens, "s": round(used), "held_out": held}), file=log, flush=True
+            )
             state = {"model": model.state_dict(), "opts": [o.state_dict() for o in opts]}
             torch.save(state | {"step": step, "used": used, "tokens": tokens}, state_path.with_suffix(".tmp"))
             state_path.with_suffix(".tmp").replace(state_path)
@@ -146,7 +153,11 @@ def export(work: Path, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(Config().to_mimo(), indent=1) + "\n")
     (out / "tokenizer.json").write_bytes((work / "tokenizer.json").read_bytes())
     special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 4096,
+        "clean_up_tokenization_spaces": False,
+    }
     (out / "tokenizer_config.json").write_text(json.dumps(settings | special, indent=1) + "\n")
 
 
