@@ -122,7 +122,9 @@ def test_installed_beside_the_real_distribution_each_keeps_its_name(built, real,
 
 
 def test_editable_install_finds_the_checkout(built, tmp_path):
-    code = f"import site; site.addsitedir({str(built / 'editable')!r})\n{OURS}\n{BARE}"
+    # mtplab may be installed in the environment of the tests as well: that one's finder must not answer.
+    alone = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in f.__module__]"
+    code = f"{alone}; import site; site.addsitedir({str(built / 'editable')!r})\n{OURS}\n{BARE}"
     found, bare = python(code, cwd=tmp_path).splitlines()
     assert found == str(built / "source" / "kernels" / "accept" / "__init__.py")
     assert bare == "not found kernels"
