@@ -97,7 +97,6 @@ def test_the_real_distribution_is_found_from_the_repository_root(real, tmp_path)
 
 TRANSFORMERS = """
 from transformers.utils import is_kernels_available
-import transformers.integrations.hub_kernels
 print(is_kernels_available())
 """
 
