@@ -1,0 +1,54 @@
+"""The settings of one request, validated once; their effective values go into every record."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mtplab.errors import RequestError
+
+MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Defaults are mlx-lm's where the flag exists there. temp 0 is greedy; top_p 0 and top_k 0 are off."""
+
+    max_tokens: int = 256
+    temp: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    prefill_step: int = 2048
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max-tokens", self.max_tokens, self.max_tokens >= 1, "use 1 or more"),
+            ("temp", self.temp, math.isfinite(self.temp) and self.temp >= 0, "use 0 (greedy) or more"),
+            ("top-p", self.top_p, 0 <= self.top_p <= 1, "use 0 (off) to 1"),
+            ("top-k", self.top_k, self.top_k >= 0, "use 0 (off) or more"),
+            ("prefill-step-size", self.prefill_step, self.prefill_step >= 1, "use 1 or more"),
+            ("stop", self.stop, all(self.stop), "leave out empty stop strings"),
+        )
+        for name, value, ok, way_out in checks:
+            if not ok:
+                raise RequestError(f"--{name} {value!r} is out of range; {way_out}")
+        if self.temp == 0 and (self.top_p or self.top_k):
+            raise RequestError("--top-p and --top-k need --temp above 0: greedy decoding ignores them")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temp == 0
+
+    def effective(self) -> dict[str, Any]:
+        return asdict(self) | {"stop": list(self.stop), "mode": "greedy" if self.greedy else "sampled"}
+
+
+def check_depth(depth: int) -> int:
+    """A draft depth of 0..MAX_DEPTH, or a RequestError that says so."""
+    if not 0 <= depth <= MAX_DEPTH:
+        raise RequestError(f"depth {depth} is out of range; use 0 to {MAX_DEPTH}")
+    return depth

@@ -1,0 +1,231 @@
+"""A target's state for one sequence, as a transaction.
+
+    with cache.attempt(rows) as t:
+        out = target.forward(tokens, cache)      # feeds `rows` rows
+        t.keep(n)                                # or nothing / an exception: as before
+
+After `keep(n)` the state equals that of feeding only the first n rows. How that is done depends on the layer:
+
+plain KV (float or quantized)  the length goes back; the rejected rows are overwritten later
+rotating KV                    a block of rows is appended in temporal order, so the rejected tail is cut off and
+                               the oldest rows beyond the window are dropped, also when the window is full
+recurrent state                cannot be trimmed: the state before the block comes back and the layer runs again
+                               over the rows kept (its output is unused, so only the mixer is really computed)
+
+Every layer is checked before any is changed. mlx-lm's `trim_prompt_cache` returns 0 without a word on a full
+rotating cache and refuses recurrent state; both go through here instead.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mtplab.errors import ModelError, RequestError
+from mtplab.models.mlxlm import cache_module
+
+if TYPE_CHECKING:
+    from mtplab.models.target import Tape
+
+_lm = cache_module()
+
+PLAIN = (_lm.KVCache, _lm.QuantizedKVCache, _lm.ConcatenateKVCache)
+
+
+class WindowCache(_lm.RotatingKVCache):
+    """mlx-lm's rotating cache with the attention sinks (`keep`) visible to every row of a block.
+
+    mlx-lm's mask for a block slides over the sinks, so a block of rows would see fewer of them than the same rows
+    fed one at a time.
+    """
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        if N == 1 or not self.keep or self.offset + N <= self.max_size:
+            return super().make_mask(N, window_size, return_array)
+        # The block is appended to at most max_size - 1 older rows: column 0..keep-1 are the sinks.
+        older = min(self.max_size - 1, self.offset)
+        rows, cols = mx.arange(older, older + N)[:, None], mx.arange(older + N)[None]
+        recent = (cols <= rows) & (cols > rows - (self.max_size - self.keep))
+        return recent | ((cols < self.keep) & (cols <= rows))
+
+
+def adapt(layers: list[Any], *, kv_bits: int | None, kv_group_size: int, max_kv_size: int | None) -> list[Any]:
+    """mlx-lm's fresh layer caches -> the kinds mtplab rolls back, with the options applied or refused."""
+    if kv_bits is not None and not all(type(c) is _lm.KVCache for c in layers):
+        kinds = sorted({type(c).__name__ for c in layers if type(c) is not _lm.KVCache})
+        raise RequestError(f"--kv-bits {kv_bits} cannot be honoured: this model uses {', '.join(kinds)}; leave it out")
+    if max_kv_size is not None and not all(type(c) is _lm.KVCache for c in layers):
+        raise RequestError(f"--max-kv-size {max_kv_size} cannot be honoured: this model sets its own cache sizes")
+    if max_kv_size is not None and kv_bits is not None:
+        raise RequestError("--kv-bits and --max-kv-size exclude each other: a rotating cache cannot be quantized")
+    if max_kv_size is not None and max_kv_size < 8:
+        raise RequestError(f"--max-kv-size {max_kv_size} is too small: 4 rows are attention sinks; use 8 or more")
+    out = []
+    for layer in layers:
+        if type(layer) is _lm.RotatingKVCache:
+            layer = WindowCache(max_size=layer.max_size, keep=layer.keep)
+        elif kv_bits is not None:
+            layer = _lm.QuantizedKVCache(group_size=kv_group_size, bits=kv_bits)
+        elif max_kv_size is not None:
+            layer = WindowCache(max_size=max_kv_size, keep=4)
+        out.append(layer)
+    return out
+
+
+def flatten(layer: Any) -> list[Any]:
+    """The leaf caches of one layer (a `CacheList` holds several)."""
+    if isinstance(layer, _lm.CacheList):
+        return [leaf for sub in layer.caches for leaf in flatten(sub)]
+    return [layer]
+
+
+def kind(leaf: Any) -> str:
+    """"plain", "window", "state" or "unknown" (cannot be rolled back)."""
+    if isinstance(leaf, PLAIN):
+        return "plain"
+    if isinstance(leaf, _lm.RotatingKVCache):
+        return "window"
+    if isinstance(leaf, _lm.ArraysCache):
+        return "state"
+    return "unknown"
+
+
+class Cache:
+    """The layer caches of one sequence plus the number of rows they hold."""
+
+    def __init__(self, layers: list[Any], tape: Tape | None = None):
+        self.layers, self.tape, self.length = layers, tape, 0
+        self._open: Attempt | None = None
+
+    def attempt(self, rows: int) -> Attempt:
+        """A transaction over the next `rows` rows; raises before anything changes if a layer cannot roll back."""
+        if self._open is not None:
+            raise RuntimeError("the cache already has an open attempt")
+        if rows < 1:
+            raise ValueError(f"an attempt needs at least one row, not {rows}")
+        for i, layer in enumerate(self.layers):
+            for leaf in flatten(layer):
+                if kind(leaf) == "unknown" or (kind(leaf) == "state" and self.tape is None):
+                    raise ModelError(
+                        f"layer {i} keeps its state in {type(leaf).__name__}, which cannot be rolled back; "
+                        "use depth 0 with this model"
+                    )
+        return Attempt(self, rows)
+
+    def arrays(self) -> list[mx.array]:
+        """Every array of the state, for `mx.eval`."""
+        out: list[mx.array] = []
+        for layer in self.layers:
+            for leaf in flatten(layer):
+                values = leaf.cache if kind(leaf) == "state" else [leaf.keys, leaf.values]
+                for v in values:
+                    out.extend(v if isinstance(v, (tuple, list)) else [] if v is None else [v])
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays())
+
+
+class Attempt:
+    """See `Cache.attempt`. Leaving the block without `keep` restores the state of its beginning."""
+
+    def __init__(self, cache: Cache, rows: int):
+        self.cache, self.rows, self.kept = cache, rows, False
+
+    def __enter__(self) -> Attempt:
+        cache = self.cache
+        cache._open = self
+        self.length = cache.length
+        self.saved = [[_save(leaf, self.rows) for leaf in flatten(layer)] for layer in cache.layers]
+        self.replay = [any(kind(leaf) == "state" for leaf in flatten(layer)) for layer in cache.layers]
+        if any(self.replay):
+            cache.tape.start()
+        return self
+
+    def keep(self, n: int) -> None:
+        """Keep the first n of the rows just fed. 0 <= n <= rows."""
+        fed = self.cache.length - self.length
+        if fed != self.rows:
+            raise RuntimeError(f"the attempt was opened for {self.rows} rows but {fed} were fed")
+        if not 0 <= n <= self.rows:
+            raise ValueError(f"cannot keep {n} of {self.rows} rows")
+        calls = self.cache.tape.calls if any(self.replay) else {}
+        missing = [i for i, r in enumerate(self.replay) if r and i not in calls]
+        if missing:
+            raise ModelError(f"layer {missing[0]} did not report its input, so its state cannot be rolled back")
+        if n == 0:
+            self._restore()
+        elif n < self.rows:
+            for i, layer in enumerate(self.cache.layers):
+                if self.replay[i]:
+                    _restore(layer, self.saved[i])
+                    self.cache.tape.replay(i, n)
+                else:
+                    for leaf in flatten(layer):
+                        _drop_tail(leaf, self.rows - n)
+        else:
+            for layer in self.cache.layers:
+                for leaf in flatten(layer):
+                    _drop_tail(leaf, 0)
+        self.cache.length = self.length + n
+        self.kept = True
+
+    def _restore(self) -> None:
+        for layer, saved in zip(self.cache.layers, self.saved, strict=True):
+            _restore(layer, saved)
+        self.cache.length = self.length
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.cache._open = None
+        if self.cache.tape is not None:
+            self.cache.tape.stop()
+        if kind is not None or not self.kept:
+            self._restore()
+
+
+def _save(leaf: Any, rows: int) -> Any:
+    if kind(leaf) == "state":
+        # Entries are replaced, never written into: the references are the state.
+        return (list(leaf.cache), leaf.left_padding, leaf.lengths)
+    if kind(leaf) == "window":
+        # A block is concatenated (new arrays), but a single row is written in place: copy then.
+        copy = mx.array if rows == 1 and leaf.keys is not None else (lambda a: a)
+        return (copy(leaf.keys), copy(leaf.values), leaf.offset, leaf._idx)
+    return (leaf.keys, leaf.values, leaf.offset)
+
+
+def _restore(layer: Any, saved: list[Any]) -> None:
+    for leaf, state in zip(flatten(layer), saved, strict=True):
+        if kind(leaf) == "state":
+            leaf.cache, leaf.left_padding, leaf.lengths = list(state[0]), state[1], state[2]
+        elif kind(leaf) == "window":
+            leaf.keys, leaf.values, leaf.offset, leaf._idx = state
+        else:
+            # Rows past the offset are free space, whether the buffer grew in between or not.
+            leaf.keys, leaf.values, leaf.offset = state
+
+
+def _drop_tail(leaf: Any, n: int) -> None:
+    """Forget the last n rows of the block just fed."""
+    if kind(leaf) == "plain":
+        if n and leaf.trim(n) != n:
+            raise ModelError(f"{type(leaf).__name__} did not trim {n} rows")
+        return
+    if leaf._idx != leaf.keys.shape[2]:
+        return  # a single row, written in place
+    end = leaf._idx - n
+    start = max(0, end - leaf.max_size)
+    if n or start:
+        leaf.keys, leaf.values = (_window(a, leaf.keep, start, end) for a in (leaf.keys, leaf.values))
+        leaf.offset -= n
+        leaf._idx = end - start
+
+
+def _window(a: mx.array, keep: int, start: int, end: int) -> mx.array:
+    """Rows start..end of a temporal buffer, the sinks always included. a: [B, H, L, D]."""
+    if start == 0 or keep == 0:
+        return a[..., start:end, :]
+    return mx.concatenate([a[..., :keep, :], a[..., start + keep : end, :]], axis=2)

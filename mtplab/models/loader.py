@@ -1,0 +1,228 @@
+"""A checkpoint folder -> a target, its MTP head, its tokenizer and the facts about all three.
+
+Requested = effective, or an error: every option is either applied and recorded in `facts`, or refused with the
+reason. Weights are read once; nothing of a checkpoint is executed (`trust_remote_code` is off unless asked).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from mtplab.errors import ModelError, RequestError
+from mtplab.models import headers, headspec, heads, mlxlm
+from mtplab.models.target import Target
+from mtplab.models.tokenizer import Tokenizer
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+HEAD_MODES = ("auto", "none", "require")
+NAN_CHECK_BYTES = 4 << 30  # larger checkpoints are caught at the first logits instead
+
+
+@dataclass
+class Loaded:
+    """What `load_target` returns."""
+
+    target: Target
+    head: heads.Head | None
+    tokenizer: Tokenizer
+    folder: Path
+    context: int  # positions the model was declared for
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def resolve(name: str | Path) -> Path:
+    """A local folder, or a hub id fetched through huggingface_hub's cache."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"[\w.\-]+/[\w.\-]+", str(name)):
+        raise ModelError(f"{str(name)!r} is neither a checkpoint folder nor a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"{str(name)!r} is no local folder and could not be fetched from the hub: {reason}") from error
+
+
+def load_target(
+    name: str | Path,
+    *,
+    head: str = "auto",
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    max_kv_size: int | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    recursion: str | None = None,
+    hidden: str | None = None,
+    head_norms: str | None = None,
+) -> Loaded:
+    """Load a checkpoint folder (or hub id) as a `Target` with its MTP head.
+
+    `head`: "auto" (if the family has one and the config or the files mention it), "none", "require".
+    `dtype`: float32, float16, bfloat16, or None: as stored on a GPU, float32 on the CPU.
+    `recursion`, `hidden`, `head_norms`: override the family's row where public codes differ.
+    Raises ModelError (a file is wrong) or RequestError (an option cannot be honoured).
+    """
+    if head not in HEAD_MODES:
+        raise RequestError(f"head {head!r} is not one of {', '.join(HEAD_MODES)}")
+    folder = resolve(name)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json, so it is not a checkpoint folder")
+    config, tensors = headers.read_json(folder / "config.json"), headers.read_headers(folder)
+    if "model_file" in config and not trust_remote_code:
+        raise ModelError(f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it")
+    quantized = any(n.endswith(".scales") for n in tensors)
+    cast = choose_dtype(dtype)
+    model = build_trunk(folder, config, tensors, trust_remote_code)
+    _cast(model, cast)
+    spec = headspec.find_spec(config)
+    if spec is not None:
+        spec = headspec.with_options(spec, recursion, hidden)
+    elif recursion or hidden:
+        raise RequestError(f"recursion and hidden need an MTP head, and {config.get('model_type')!r} has none here")
+    target = Target(
+        model,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        max_kv_size=max_kv_size,
+        hidden=spec.hidden if spec is not None else "post",
+    )
+    layers = 0 if head == "none" else wanted_layers(spec, config, tensors, require=head == "require")
+    module = None
+    if spec is not None and layers:
+        module = _read_head(spec, layers, folder, config, tensors, target, head_norms)
+        _cast(module, cast)
+    mx.eval(model.parameters(), *([module.parameters()] if module is not None else []))
+    if sum(t.nbytes for t in tensors.values()) <= NAN_CHECK_BYTES:
+        _refuse_nan(model, module)
+    facts = _facts(folder, config, target, module, quantized, cast)
+    facts |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size if kv_bits else None, "max_kv_size": max_kv_size}
+    return Loaded(target, module, Tokenizer(folder, config), folder, context_length(config), facts)
+
+
+def choose_dtype(name: str | None) -> mx.Dtype | None:
+    """None keeps what is stored. On the CPU float32 is the fast format, and quantized products are only right with
+    float32 activations there."""
+    if name is None:
+        return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else None
+    if name not in DTYPES:
+        raise RequestError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
+    if dtype is not None:
+        module.update(tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters()))
+
+
+def build_trunk(folder: Path, config: dict, tensors: dict, trust_remote_code: bool) -> nn.Module:
+    """mlx-lm's model with the checkpoint's weights, strictly."""
+    plain = not any(k in config for k in ("quantization", "quantization_config", "model_file"))
+    try:
+        if plain and config.get("model_type") in mlxlm.DIRECT:
+            model_class, args_class = mlxlm.classes(config)
+            model = model_class(args_class.from_dict(config))
+            weights = read_tensors(folder, tensors)
+            model.eval()
+            model.load_weights(list(model.sanitize(weights).items() if hasattr(model, "sanitize") else weights.items()))
+            return model
+        mlxlm.classes(config)
+        from mlx_lm.utils import load_model
+
+        return load_model(folder, lazy=True, strict=True, trust_remote_code=trust_remote_code)[0]
+    except ModelError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ModelError(f"{folder} does not fit its config.json: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def read_tensors(folder: Path, tensors: dict[str, headers.TensorInfo], names: set[str] | None = None) -> dict:
+    """The named tensors (all by default) as lazy arrays."""
+    out: dict[str, mx.array] = {}
+    for file in sorted({t.file for n, t in tensors.items() if names is None or n in names}):
+        loaded = mx.load(str(folder / file))
+        out.update({n: a for n, a in loaded.items() if names is None or n in names})
+    return out
+
+
+def wanted_layers(spec: Any, config: dict, tensors: dict, *, require: bool) -> int:
+    """Number of head layers to load; 0 for none. A head that is declared without tensors, or the reverse, is an error."""
+    if spec is None:
+        if require:
+            raise ModelError(f"model_type {config.get('model_type')!r} has no MTP head that mtplab knows")
+        return 0
+    declared, found = headspec.declared_layers(spec, config), headspec.head_names(spec, tensors)
+    key = spec.count_keys[0]
+    if declared and not found:
+        first = spec.proj.format(p=spec.prefixes[0], i=0) + ".weight"
+        raise ModelError(
+            f"config.json declares {declared} MTP layer(s) ({key}) but the files hold no head tensor "
+            f"(missing {first} and the rest); use --head none, or a conversion that keeps the head"
+        )
+    if found and declared == 0:
+        raise ModelError(f"the files hold head tensors ({found[0]}) but config.json says {key} = 0; use --head none")
+    if require and not found:
+        raise ModelError("this checkpoint has no MTP head")
+    if not found:
+        return 0
+    return declared or 1 + max((int(m[1]) for n in found if (m := re.search(r"layers\.(\d+)\.", n))), default=0)
+
+
+def _read_head(spec: Any, layers: int, folder: Path, config: dict, tensors: dict, target: Target, norms: str | None):
+    if norms not in (None, "raw", "shifted"):
+        raise RequestError(f"head-norms {norms!r} is not one of raw, shifted")
+    args = getattr(target.outer, "args", None) or target.model.args
+    weights = read_tensors(folder, tensors, set(headspec.head_names(spec, tensors)))
+    raw = None if norms is None else norms == "raw"
+    # A trunk whose convolutions are in raw layout is a raw checkpoint: its head is raw, too.
+    if raw is None and any(n.endswith("conv1d.weight") and t.shape[-1] != 1 for n, t in tensors.items()):
+        raw = True
+    return heads.load_head(spec, layers, args, target, weights, config, raw_norms=raw)
+
+
+def _refuse_nan(model: nn.Module, head: nn.Module | None) -> None:
+    for part, module in (("trunk", model), ("MTP head", head)):
+        flags = {} if module is None else {n: mx.isfinite(a).all() for n, a in tree_flatten(module.parameters())}
+        mx.eval(flags)
+        bad = [n for n, ok in flags.items() if not ok.item()]
+        if bad:
+            raise ModelError(f"{part} weight {bad[0]} is not finite (NaN or infinity); the file is damaged")
+
+
+def context_length(config: dict) -> int:
+    for source in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
+            if isinstance(source.get(key), int):
+                return source[key]
+    return 1 << 20
+
+
+def _facts(folder: Path, config: dict, target: Target, head: Any, quantized: bool, cast: Any) -> dict[str, Any]:
+    sizes = {n: int(a.nbytes) for n, a in tree_flatten(target.model.parameters())}
+    head_bytes = 0 if head is None else sum(int(a.nbytes) for _, a in tree_flatten(head.parameters()))
+    return {
+        "model": folder.name,
+        "model_type": config.get("model_type"),
+        "weight_bytes": sum(sizes.values()),
+        "head_bytes": head_bytes,
+        "quantized": quantized,
+        "dtype": "as stored" if cast is None else str(cast).split(".")[-1],
+        "context": context_length(config),
+        "cache_kinds": sorted({k for layer in target.cache_kinds for k in layer}),
+        "head": None if head is None else head.spec.effective() | {"layers": len(head.layers)},
+    }

@@ -1,0 +1,61 @@
+"""mlx-lm's architectures without mlx-lm's start-up.
+
+`import mlx_lm` pulls in transformers (and torch where installed): two to five seconds before the first token, in
+every fresh process. The architectures in `mlx_lm.models` need none of it. `light()` therefore registers the
+package with its real path but runs its `__init__` only when somebody asks for an attribute of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from typing import Any
+
+from mtplab.errors import ModelError
+
+# Families whose class is simply mlx_lm.models.<model_type>: no need to ask mlx-lm's remapping tables.
+DIRECT = frozenset({"llama", "mimo", "qwen2", "qwen3", "qwen3_5", "qwen3_next", "gemma3_text", "deepseek_v3"})
+
+
+def light() -> None:
+    """Make `mlx_lm.models` importable without executing `mlx_lm/__init__.py` (idempotent)."""
+    if "mlx_lm" in sys.modules:
+        return
+    spec = importlib.util.find_spec("mlx_lm")
+    if spec is None or spec.loader is None:
+        raise ModelError("mlx-lm is not installed; run `pip install mlx-lm`")
+    module = types.ModuleType("mlx_lm")
+    module.__spec__, module.__file__ = spec, spec.origin
+    module.__path__ = list(spec.submodule_search_locations or [])
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__") or "__getattr__" not in module.__dict__:
+            raise AttributeError(f"module 'mlx_lm' has no attribute {name!r}")
+        del module.__dict__["__getattr__"]
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+
+    module.__getattr__ = __getattr__  # type: ignore[method-assign]
+    sys.modules["mlx_lm"] = module
+
+
+def classes(config: dict[str, Any]) -> tuple[type, type]:
+    """`(Model, ModelArgs)` of a checkpoint's config, as mlx-lm would choose them."""
+    light()
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ModelError(f"config.json has model_type {kind!r}; it must name an architecture of mlx-lm")
+    try:
+        if kind in DIRECT:
+            module = importlib.import_module(f"mlx_lm.models.{kind}")
+            return module.Model, module.ModelArgs
+        return importlib.import_module("mlx_lm.utils")._get_classes(config)
+    except (ImportError, ValueError) as error:
+        raise ModelError(f"model_type {kind!r} is not an architecture of the installed mlx-lm") from error
+
+
+def cache_module() -> types.ModuleType:
+    light()
+    return importlib.import_module("mlx_lm.models.cache")

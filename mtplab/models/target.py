@@ -1,0 +1,130 @@
+"""An autoregressive model behind one small surface: forward, embed, unembed, new_cache.
+
+mlx-lm's inner model returns the hidden states after the final norm, its outer model turns them into logits. The
+outer model is called as it is (it may scale or cap its logits) and the hidden states are taken by watching the
+inner one, so any architecture of mlx-lm works as a target; heads need the hidden states, nothing else does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mtplab.errors import ModelError
+from mtplab.models import cache as caches
+from mtplab.models.tap import tap
+
+
+@dataclass(slots=True)
+class Output:
+    """One block's result, lazy until evaluated."""
+
+    logits: mx.array  # [L, V]
+    hidden: mx.array | None  # [L, D] after the final norm (or before it, if the target was told so)
+
+
+class Tape:
+    """The inputs of every layer with recurrent state during an attempt, so that it can run again on fewer rows."""
+
+    def __init__(self, layers: list[nn.Module], recurrent: list[int]):
+        self.layers, self.calls, self.recording = layers, {}, False
+        for i in recurrent:
+            tap(layers[i], lambda args, kwargs, _out, i=i: self._record(i, args, kwargs))
+
+    def _record(self, i: int, args: tuple, kwargs: dict) -> None:
+        if self.recording:
+            self.calls[i] = (args, kwargs)
+
+    def start(self) -> None:
+        self.calls, self.recording = {}, True
+
+    def stop(self) -> None:
+        self.calls, self.recording = {}, False
+
+    def replay(self, i: int, rows: int) -> None:
+        """Run layer i over the first `rows` rows of its recorded input; only its cache is of interest."""
+        args, kwargs = self.calls[i]
+        self.recording = False
+        self.layers[i](*(_first(a, rows) for a in args), **{k: _first(v, rows) for k, v in kwargs.items()})
+        self.recording = True
+
+
+def _first(value: Any, rows: int) -> Any:
+    """Activations [1, L, D] cut to `rows`; everything else (cache, None) as it is."""
+    if isinstance(value, mx.array):
+        if value.ndim != 3:
+            raise ModelError("a recurrent layer was called with a mask, so its state cannot be rolled back")
+        return value[:, :rows]
+    return value
+
+
+class Target:
+    """See the module. `hidden` chooses what `Output.hidden` holds: "post" (after the final norm) or "pre"."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        max_kv_size: int | None = None,
+        hidden: str = "post",
+    ):
+        self.model, self.hidden = model, hidden
+        self._options = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "max_kv_size": max_kv_size}
+        outer = getattr(model, "language_model", model)
+        self.inner = next((m for n in ("model", "backbone", "transformer") if (m := getattr(outer, n, None))), None)
+        self.outer = outer
+        self._seen: mx.array | None = None
+        if self.inner is not None:
+            watched = self.inner if hidden == "post" else self._final_norm()
+            take = (lambda a, k, out: self._see(out)) if hidden == "post" else (lambda a, k, out: self._see(a[0]))
+            tap(watched, take)
+        fresh = self._fresh()
+        recurrent = [
+            i for i, layer in enumerate(fresh) if any(caches.kind(x) == "state" for x in caches.flatten(layer))
+        ]
+        self.tape = Tape(list(model.layers), recurrent) if recurrent else None
+        self.cache_kinds = [[caches.kind(x) for x in caches.flatten(layer)] for layer in fresh]
+
+    def _final_norm(self) -> nn.Module:
+        norm = getattr(self.inner, "norm", None)
+        if norm is None:
+            raise ModelError("hidden='pre' needs a final norm called `norm`, which this model does not have")
+        return norm
+
+    def _see(self, value: Any) -> None:
+        self._seen = value if isinstance(value, mx.array) else None
+
+    def _fresh(self) -> list[Any]:
+        lm = caches.cache_module()
+        return caches.adapt(lm.make_prompt_cache(self.model), **self._options)
+
+    def new_cache(self) -> caches.Cache:
+        return caches.Cache(self._fresh(), self.tape)
+
+    def forward(self, tokens: mx.array, cache: caches.Cache) -> Output:
+        """Feed a block. tokens: [L] int -> logits [L, V], hidden [L, D]; the cache grows by L rows."""
+        logits = self.model(tokens[None], cache=cache.layers)
+        cache.length += tokens.shape[0]
+        hidden, self._seen = self._seen, None
+        return Output(logits[0], None if hidden is None else hidden[0])
+
+    @property
+    def embedding(self) -> nn.Module:
+        found = getattr(self.inner, "embed_tokens", None)
+        if found is None:
+            raise ModelError("this model has no `embed_tokens`, so an MTP head cannot share its embedding")
+        return found
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """tokens: [L] -> [L, D]."""
+        return self.embedding(tokens)
+
+    def unembed(self, hidden: mx.array) -> mx.array:
+        """hidden after the final norm: [L, D] -> logits [L, V]."""
+        head = getattr(self.outer, "lm_head", None)
+        return self.embedding.as_linear(hidden) if head is None else head(hidden)
