@@ -34,11 +34,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One completed trial: its requests, the texts they made and the worker's last words."""
+    """One completed trial: its requests, per request the text of each token, and the worker's last words."""
 
     trial: Trial
     requests: tuple[Request, ...]
-    texts: tuple[str, ...]
+    pieces: tuple[list[str], ...]
     done: dict[str, Any]
 
 
@@ -199,10 +199,10 @@ def read_trial(path: Path, trial: Trial) -> Stored:
         raise RequestError(f"{path} is not complete; delete it and resume the run")
     try:
         requests = tuple(Request.from_json(line["request"]) for line in lines)
-        texts = tuple(line["text"] for line in lines)
+        pieces = tuple(line["pieces"] for line in lines)
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{path} is damaged ({error}); delete it and resume the run") from None
-    return Stored(trial, requests, texts, last["done"])
+    return Stored(trial, requests, pieces, last["done"])
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

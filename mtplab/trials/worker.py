@@ -131,7 +131,7 @@ def trial(spec: dict[str, Any]) -> None:
     began, count, total = time.perf_counter(), 0, len(prompts) * len(plan.modes)
     with open(spec["out"], "w", encoding="utf-8") as file, backend.LoadSampler() as sampler:
         for request in made:
-            line = {"request": request.to_json(), "text": loaded.tokenizer.decode(list(request.tokens))}
+            line = {"request": request.to_json(), "pieces": pieces(loaded.tokenizer, request.tokens)}
             file.write(dumps(line) + "\n")
             file.flush()
             count += 1
@@ -152,6 +152,13 @@ def trial(spec: dict[str, Any]) -> None:
         file.write(dumps({"done": done}) + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def pieces(tokenizer: Any, tokens: tuple[int, ...]) -> list[str]:
+    """The text each token completes, as a stream shows it; joined they are the output."""
+    stream = tokenizer.stream()
+    made = [stream.add(t) for t in tokens]
+    return [*made[:-1], made[-1] + stream.flush()]
 
 
 def session(spec: dict[str, Any], plan: Plan, loaded: Any) -> Any:
