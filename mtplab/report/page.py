@@ -1,0 +1,3 @@
+"""placeholder"""
+def write(results):
+    return results.store.folder / "page.html"
