@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import MtplabError
@@ -101,8 +101,8 @@ def _blas() -> Check:
     return _check("blas", "ok", value)
 
 
-def _coretype() -> Check:
-    value = os.environ.get("OPENBLAS_CORETYPE")
+def _coretype(environ: Mapping[str, str] = os.environ) -> Check:
+    value = environ.get("OPENBLAS_CORETYPE")
     if not value:
         return _check("OPENBLAS_CORETYPE", "ok", "not set")
     advice = "it forces an older kernel and can make OpenBLAS several times slower; unset it to measure speed"

@@ -214,8 +214,8 @@ def _drop_tail(leaf: Any, n: int) -> None:
         if n and leaf.trim(n) != n:
             raise ModelError(f"{type(leaf).__name__} did not trim {n} rows")
         return
-    if leaf._idx != leaf.keys.shape[2]:
-        return  # a single row, written in place
+    if kind(leaf) == "state" or leaf._idx != leaf.keys.shape[2]:
+        return  # all rows stay; or a single row, which was written in place
     end = leaf._idx - n
     start = max(0, end - leaf.max_size)
     if n or start:

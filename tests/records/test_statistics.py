@@ -22,6 +22,12 @@ def test_the_bootstrap_divides_sums_again():
     assert (got.low, got.high) == pytest.approx((0.1, 0.9))
 
 
+def test_a_long_prompt_weighs_by_its_length_in_every_resample():
+    got = s.prompt_bootstrap([900] + [0] * 19, [1000] + [1] * 19)
+    assert got.low == 0.0  # the long prompt was not drawn
+    assert got.high > 0.89  # drawn twice or more; a mean of quotients would stay below 0.2
+
+
 def test_the_same_data_give_the_same_interval():
     x = np.random.default_rng(1).random(30)
     assert s.prompt_bootstrap(x, x + 1) == s.prompt_bootstrap(x, x + 1)

@@ -1,0 +1,91 @@
+"""Short names for what the decoder tests do again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mtplab.backend.clock import MonotonicClock
+from mtplab.decode.baseline import baseline
+from mtplab.decode.policy import FixedDepth
+from mtplab.decode.settings import Settings
+from mtplab.decode.speculative import speculative
+from mtplab.decode.stopping import Stops
+from mtplab.models.cache import Cache, flatten, kind
+from mtplab.models.target import Target
+from mtplab.records.types import Prefill, Request, Verify
+
+CLOCK = MonotonicClock()
+
+
+def tokens_of(records: Iterable[Prefill | Verify]) -> list[int]:
+    out: list[int] = []
+    for r in records:
+        out.extend([r.token] if isinstance(r, Prefill) else r.emitted_tokens)
+    return out
+
+
+def run_baseline(target: Target, prompt: Sequence[int], settings: Settings, eos=frozenset(), cache=None) -> list:
+    stops = Stops(settings, eos, lambda ids: "".join(chr(33 + i) for i in ids))
+    return list(baseline(target, cache or target.new_cache(), prompt, settings=settings, stops=stops, clock=CLOCK))
+
+
+def run_speculative(target: Target, prompt, settings: Settings, drafter, depth, eos=frozenset(), cache=None):
+    """`depth` is a number or a policy. Returns a generator, so that a test can look between the passes."""
+    policy = FixedDepth(depth) if isinstance(depth, int) else depth
+    stops = Stops(settings, eos, lambda ids: "".join(chr(33 + i) for i in ids))
+    return speculative(
+        target,
+        cache or target.new_cache(),
+        prompt,
+        drafter=drafter,
+        policy=policy,
+        settings=settings,
+        stops=stops,
+        clock=CLOCK,
+    )
+
+
+def serial_cache(target: Target, tokens: Sequence[int]) -> Cache:
+    """The cache after feeding the tokens strictly one at a time."""
+    cache = target.new_cache()
+    for t in tokens:
+        target.forward(mx.array([t]), cache)
+        mx.eval(cache.arrays())
+    return cache
+
+
+def contents(leaf) -> list[np.ndarray]:
+    """The valid state of a leaf cache as arrays: KV up to the offset (a ring in temporal order), or the state."""
+    if kind(leaf) == "state":
+        return [np.array(a) for a in leaf.cache]
+    if kind(leaf) == "window":
+        held = min(leaf.offset, leaf.max_size)
+        return [np.array(leaf._temporal_order(a))[..., -held:, :] for a in (leaf.keys, leaf.values)]
+    parts = []
+    for a in (leaf.keys, leaf.values):
+        parts.extend(np.array(x)[..., : leaf.offset, :] for x in (a if isinstance(a, (tuple, list)) else [a]))
+    return parts
+
+
+def assert_same_state(cache: Cache, reference: Cache) -> None:
+    """Bit for bit; past a sliding window ring order changes the rounding of everything behind it: within 1e-4 then."""
+    assert cache.length == reference.length
+    leaves = [leaf for layer in cache.layers for leaf in flatten(layer)]
+    exact = not any(kind(x) == "window" and x.offset > x.max_size for x in leaves)
+    for i, (layer, wanted) in enumerate(zip(cache.layers, reference.layers, strict=True)):
+        for leaf, want in zip(flatten(layer), flatten(wanted), strict=True):
+            assert getattr(leaf, "offset", 0) == getattr(want, "offset", 0), f"layer {i}"
+            for a, b in zip(contents(leaf), contents(want), strict=True):
+                assert a.shape == b.shape, f"layer {i}"
+                if exact:
+                    assert np.array_equal(a, b), f"layer {i} differs by {np.abs(a - b).max()}"
+                else:
+                    assert np.allclose(a, b, atol=1e-4), f"layer {i} differs by {np.abs(a - b).max()}"
+
+
+def as_request(records: Sequence[Prefill | Verify], id: str = "0", corpus: str = "test", **settings) -> Request:
+    prefill, *passes = records
+    return Request(id, corpus, prefill, tuple(passes), passes[-1].cut if passes else prefill.cut, settings)
