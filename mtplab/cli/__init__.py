@@ -61,7 +61,9 @@ def _unexpected(error: Exception) -> int:
         from mtplab.trials.files import sentence
 
         return _complain(sentence(error, error.filename or "the output"), 2)
-    return _complain(f"{type(error).__name__}: {' '.join(str(error).split())} (a fault of mtplab; --debug shows where)", 1)
+    return _complain(
+        f"{type(error).__name__}: {' '.join(str(error).split())} (a fault of mtplab; --debug shows where)", 1
+    )
 
 
 def _hinted(error: Exception) -> str:

@@ -26,7 +26,9 @@ def _version(wanted: bool) -> None:
 
 
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Version, and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Version, and exit.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (allowed anywhere).")] = False,
 ) -> None:
     """Decoders that commit several tokens per forward pass, measured against one token at a time."""
@@ -34,9 +36,7 @@ def root(
 
 def build() -> typer.Typer:
     """The typer application. Plain help: rich would take a third of the start-up budget."""
-    app = typer.Typer(
-        rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True
-    )
+    app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
     app.callback()(root)
     for name, verb in VERBS.items():
         app.command(name)(verb)

@@ -15,7 +15,7 @@ SIZE = {"rounds": 3, "prompts": 10, "prompt_tokens": 96, "max_tokens": 96, "repe
 
 def demo(
     folder: Annotated[
-        Path | None, typer.Option("--out", help="Run folder [mtplab-runs/TIME-demo].", show_default=False)
+        Path | None, typer.Option("--out", help="Run folder [runs/TIME-demo].", show_default=False)
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Every round runs every arm once.")] = SIZE["rounds"],
     prompts: Annotated[int, typer.Option("--prompts", help="Prompts per text.")] = SIZE["prompts"],

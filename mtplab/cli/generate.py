@@ -45,9 +45,7 @@ def generate(
     ] = None,
     kv_bits: Annotated[int | None, typer.Option("--kv-bits", help="Quantized KV cache.", show_default=False)] = None,
     kv_group_size: Annotated[int, typer.Option("--kv-group-size", help="Group of the quantized cache.")] = 64,
-    show: Annotated[
-        bool, typer.Option("--show", help="Colour accepted drafts, bonus tokens and corrections.")
-    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="Colour accepted drafts, bonus tokens and corrections.")] = False,
     color: Annotated[str, typer.Option("--color", help="auto (a terminal), always or never.")] = "auto",
     output: Annotated[
         str, typer.Option("-o", "--output", help="table (the text), json, or jsonl (every record as it comes).")

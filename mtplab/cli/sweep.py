@@ -15,7 +15,7 @@ from mtplab.errors import RequestError, TrialsFailed
 if TYPE_CHECKING:
     from mtplab.trials.plan import Plan
 
-RUNS = Path("mtplab-runs")
+RUNS = Path("runs")
 
 
 def _option(*names: str, help: str) -> Any:
@@ -23,7 +23,9 @@ def _option(*names: str, help: str) -> Any:
 
 
 def sweep(
-    model: Annotated[str | None, _option("--model", help="Bundled name, checkpoint folder or hub id [lab-mtp].")] = None,
+    model: Annotated[
+        str | None, _option("--model", help="Bundled name, checkpoint folder or hub id [lab-mtp].")
+    ] = None,
     corpus: Annotated[
         list[str] | None, _option("--corpus", help="Bundled text or a .txt/.jsonl file; repeatable [novel, c].")
     ] = None,
@@ -48,13 +50,15 @@ def sweep(
     max_kv_size: Annotated[int | None, _option("--max-kv-size", help="Rows of a rotating cache [none].")] = None,
     kv_bits: Annotated[int | None, _option("--kv-bits", help="Quantized KV cache [none].")] = None,
     kv_group_size: Annotated[int | None, _option("--kv-group-size", help="Group of the quantized cache [64].")] = None,
-    dtype: Annotated[str | None, _option("--dtype", help="float32, float16 or bfloat16 [as stored; CPU: float32].")] = None,
+    dtype: Annotated[
+        str | None, _option("--dtype", help="float32, float16 or bfloat16 [as stored; CPU: float32].")
+    ] = None,
     history: Annotated[
         str | None, _option("--history", help="What the head keeps: verified, drafted or none [verified].")
     ] = None,
     prime: Annotated[bool | None, _option("--prime/--no-prime", help="Give the head the prompt [on].")] = None,
     plan: Annotated[Path | None, _option("--plan", help="A TOML file with these settings; flags win over it.")] = None,
-    folder: Annotated[Path | None, _option("--out", help="Run folder [mtplab-runs/TIME-MODEL].")] = None,
+    folder: Annotated[Path | None, _option("--out", help="Run folder [runs/TIME-MODEL].")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     dialect: Annotated[
         str | None, _option("--dialect", help="The counts in words of vllm, sglang, omlx, llamacpp, gptfast or mlxlm.")
@@ -72,10 +76,7 @@ def sweep(
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size, "dtype": dtype,
         "history": history, "prime": prime,
     }  # fmt: skip
-    if resume:
-        store = _resumed(folder, plan, asked)
-    else:
-        store = start(_planned(plan, asked), folder, quiet=quiet)
+    store = _resumed(folder, plan, asked) if resume else start(_planned(plan, asked), folder, quiet=quiet)
     finish(store, output, dialect=dialect, quiet=quiet)
 
 

@@ -45,20 +45,24 @@ def _speed(results: Results, rows: Sequence[Row], mode: str, corpus: str) -> lis
     return parts
 
 
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _value(row: Row) -> float | None:
     return (row.get("tpot_ratio") or {}).get("value")
 
 
 def _best(row: Row) -> str:
-    name, size = row["arm"], f"{row['prompts']} prompts x {row['rounds']} rounds"
+    name, size = row["arm"], f"{count(row['prompts'], 'prompt')}, {count(row['rounds'], 'round')}"
     shown, verdict = interval(row["tpot_ratio"]), row.get("verdict")
     guess = f"; predicted {number(row['predicted_ratio'])}" if row.get("predicted_ratio") is not None else ""
     if verdict == "faster":
         return f"{name} pays: {shown} times the baseline's tokens per second after the first ({size}{guess})."
     if verdict == "slower":
-        return f"No fixed depth pays: the best, {name}, runs at {shown} of the baseline's speed ({size}{guess})."
+        return f"No fixed arm pays: the best, {name}, runs at {shown} of the baseline's speed ({size}{guess})."
     reason = verdict or "no interval"
-    return f"No fixed depth is shown to pay: the best, {name}, is at {shown}: {reason} ({size}{guess})."
+    return f"No fixed arm is shown to pay: the best, {name}, is at {shown}: {reason} ({size}{guess})."
 
 
 def _adaptive(row: Row) -> str:
@@ -74,7 +78,8 @@ def _kept(results: Results, fixed: Sequence[Row], mode: str, corpus: str) -> lis
     best = max(fixed, key=_value)["arm"]
     arms = results.requests[mode, corpus]
     row = summarize({best: arms[best], "adaptive": arms["adaptive"]}, baseline=best)[1]
-    return [f"That is {interval(row['tpot_ratio'])} of {best}."]
+    doubt = "" if row["verdict"] in (None, "faster", "slower") else f": {row['verdict']}"
+    return [f"That is {interval(row['tpot_ratio'])} of {best}{doubt}."]
 
 
 def _equality(rows: Sequence[Row]) -> list[str]:
@@ -91,11 +96,14 @@ def _equality(rows: Sequence[Row]) -> list[str]:
         )
     if not leaving:
         through, prompts = min(r["equal_through"] for r in others), min(r["prompts"] for r in others)
-        return [*parts, f"Greedy output of every arm equals the baseline's through {through} tokens, {prompts} prompts."]
+        return [
+            *parts,
+            f"Greedy output of every arm equals the baseline's through {through} tokens, {prompts} prompts.",
+        ]
     where = "; ".join(_leaves(r) for r in leaving if r is not control)
     return [*parts, f"Greedy output leaves the baseline's: {where}."] if where else parts
 
 
 def _leaves(row: Row) -> str:
     different = row["prompts"] - row["equal_prompts"]
-    return f"{row['arm']} at token {row['first_divergence']} at the earliest, {different} of {row['prompts']} prompts"
+    return f"{row['arm']} at token {row['first_divergence']} at the earliest, {different} of {count(row['prompts'], 'prompt')}"

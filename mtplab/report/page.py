@@ -20,6 +20,7 @@ from mtplab.report.style import CSS, WORDS
 from mtplab.trials.files import write_text
 
 NAME = "page.html"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 TAIL = 240  # characters of a prompt shown before its continuation
 SAMPLES = 2  # texts per corpus and mode
 
@@ -50,7 +51,7 @@ def page(results: Results) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{esc(results.run)} - mtplab</title><style>{CSS}</style></head>\n<body><main>\n"
         + "\n".join(p for p in parts if p)
         + "\n</main></body></html>\n"
@@ -105,9 +106,13 @@ def _table(columns: Sequence[tables.Column], rows: Sequence[Mapping[str, Any]]) 
         before = row["corpus"]
         cells = "".join(_cell(c, row) for c in columns)
         body.append(f'<tr class="{" ".join(classes)}">{cells}</tr>')
-    note = "<p class=note>* more than 0.3 of the text repeats itself, and repeats are accepted: left out of conclusions."
+    note = (
+        "<p class=note>* more than 0.3 of the text repeats itself, and repeats are accepted: left out of conclusions."
+    )
     marked = note + "</p>" if any(r.get("marked") for r in rows) else ""
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{marked}"
+    return (
+        f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{marked}"
+    )
 
 
 def _cell(column: tables.Column, row: Mapping[str, Any]) -> str:
@@ -130,11 +135,11 @@ def _plots(results: Results) -> list[str]:
 
 
 CAPTIONS = {
-    "Time": "Dots: geometric mean over prompts with its 95 % interval. Hollow diamonds: predicted from the measured cost "
-    "of a pass. Grey band: the baseline against itself. Grey dots: text that repeats itself.",
-    "What": "Solid, survival: share of passes whose first i drafts were all accepted. Dashed, conditional: accepted at i "
-    "given that all before were; it rises by survivorship alone.",
-    "Depth": "One line a prompt, first round. White-grey is depth 0: the controller stopped drafting.",
+    "Time": "Dots: geometric mean over prompts with its 95 % interval. Hollow diamonds: predicted from the measured "
+    "cost of a pass. Grey band: what the baseline against itself cannot tell from 1. Grey dots: text that repeats.",
+    "What": "Solid, survival: share of passes whose first i drafts were all accepted. Dashed, conditional: accepted at "
+    "i given that all before were; it rises by survivorship alone.",
+    "Depth": "One line a prompt, first round. Light grey is depth 0: the controller stopped drafting.",
 }
 
 
@@ -212,5 +217,7 @@ def _settings(results: Results) -> str:
     blocks = []
     for title, value in shown.items():
         rows = "".join(f"<tr><td class=l>{esc(k)}</td><td class=l>{esc(v)}</td></tr>" for k, v in flatten(value or {}))
-        blocks.append(f"<details><summary>{esc(title)}</summary><div class=scroll><table>{rows}</table></div></details>")
+        blocks.append(
+            f"<details><summary>{esc(title)}</summary><div class=scroll><table>{rows}</table></div></details>"
+        )
     return "".join(blocks)

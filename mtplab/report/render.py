@@ -40,7 +40,8 @@ def sweep(results: Results, form: str, *, dialect: str | None = None) -> str:
         return plain(extra if dialect else results.rows, (), form, None)
     parts = [tables.sweep(results, form), _paragraphs(conclusions(results), form)]
     if extra:
-        parts.append(plain(extra, DIALECT, form, None))
+        meant = {r["label"]: r["definition"] for r in extra}
+        parts += [plain(extra, DIALECT, form, None), _paragraphs([f"{k}: {v}" for k, v in meant.items()], form)]
     return "\n".join(p for p in parts if p)
 
 
@@ -58,7 +59,6 @@ def _dialect_value(row: Mapping[str, Any]) -> str:
 DIALECT = (
     *(text_column(k) for k in ("corpus", "mode", "arm", "label")),
     Column("value", _dialect_value),
-    text_column("definition"),
 )
 
 

@@ -151,7 +151,9 @@ def _parse_lines(text: str, path: Path) -> Iterator[Document]:
         try:
             record = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+            reason = (
+                f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+            )
             raise RequestError(f"{where} is not JSON: {reason}") from None
         yield _document(record, f"{path.stem}-{number:04d}", where)
 

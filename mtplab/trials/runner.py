@@ -62,20 +62,30 @@ def start(folder: Path, plan: Plan, progress: Progress, *, command: Sequence[str
     stores.check_free(folder)
     for name in plan.corpora:
         read_documents(name)
-    with _signals(), tempfile.TemporaryDirectory(prefix="mtplab-") as place:
-        out = Path(place) / "prepared.json"
-        spec = {"job": "prepare", "plan": plan.to_json(), "out": str(out)}
-        progress.stage("loading the model")
-        failure = _work(spec, Path(place), command, PREPARE_TIMEOUT_S, lambda e: progress.stage(e.get("stage")))
-        if failure is not None:
-            raise failure.error()
-        made = json.loads(out.read_text(encoding="utf-8"))
+    made = _prepare(plan, progress, command)
     for notice in made["notices"]:
         progress.note(notice)
     manifest = {k: made[k] for k in ("machine", "model", "files", "effective", "notices")}
     manifest |= {"blas": (made["machine"] or {}).get("blas"), "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     prompts = [Prompt.from_json(p) for p in made["prompts"]]
     return stores.create(folder, plan, prompts=prompts, manifest=manifest, costs=made["costs"])
+
+
+def _prepare(plan: Plan, progress: Progress, command: Sequence[str]) -> dict[str, Any]:
+    """What the "prepare" job found out: prompts, costs, facts and notices."""
+    with _signals(), tempfile.TemporaryDirectory(prefix="mtplab-") as place:
+        out = Path(place) / "prepared.json"
+        spec = {"job": "prepare", "plan": plan.to_json(), "out": str(out)}
+        progress.stage("loading the model")
+        try:
+            failure = _work(spec, Path(place), command, PREPARE_TIMEOUT_S, lambda e: progress.stage(e.get("stage")))
+        except KeyboardInterrupt:
+            raise Interrupted("stopped before the first trial; nothing was written") from None
+        finally:
+            progress.close()
+        if failure is not None:
+            raise failure.error()
+        return json.loads(out.read_text(encoding="utf-8"))
 
 
 def run(store: Store, progress: Progress, *, command: Sequence[str] = WORKER) -> int:
@@ -266,10 +276,12 @@ def _signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = [n for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
-    before = {n: signal.signal(getattr(signal, n), stop) for n in names}
+    numbers = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
+    # A run under nohup is meant to outlive its terminal.
+    wanted = [n for n in numbers if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, stop) for n in wanted}
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -42,13 +42,14 @@ def say(event: dict[str, Any]) -> None:
 def prepare(spec: dict[str, Any]) -> None:
     """Everything that must be known, and may go wrong, before the first trial; written to spec["out"]."""
     plan = Plan.from_json(spec["plan"])
-    documents_exist(plan)
-    info, loaded = load(plan)
+    from mtplab import backend
+
+    info = backend.setup()
     from mtplab.backend import machine
     from mtplab.trials import arms
 
     parsed = [arms.parse_arm(name) for name in plan.arms]
-    effective = {arm.name: arms.Session(loaded, arm, **arm_options(plan)).effective for arm in parsed}
+    loaded = load(plan)
     say({"stage": "cutting prompts"})
     prompts, notices = corpus.load_corpora(
         plan.corpora,
@@ -58,14 +59,13 @@ def prepare(spec: dict[str, Any]) -> None:
         room=plan.max_tokens,
         context=loaded.context,
     )
+    say({"stage": "trying every arm"})
+    effective = {arm.name: try_arm(arm, plan, loaded, prompts[0]) for arm in parsed}
     say({"stage": "measuring what a pass costs"})
-    depths = [arm.depth or 0 for arm in parsed if arm.drafter == "mtp"]
-    rows = plan.prompt_tokens + plan.max_tokens // 2
-    costs = arms.calibrate(loaded, max_depth=max([arms.ADAPTIVE_DEPTH, *depths]), rows=min(rows, loaded.context - 16))
     result = {
         "prompts": [p.to_json() for p in prompts],
         "notices": notices + ([info.notice] if info.notice else []),
-        "costs": costs,
+        "costs": measure(parsed, plan, loaded),
         "machine": machine.facts(),
         "model": loaded.facts,
         "files": file_sizes(loaded.folder),
@@ -74,10 +74,31 @@ def prepare(spec: dict[str, Any]) -> None:
     write_text(Path(spec["out"]), dumps(result))
 
 
-def documents_exist(plan: Plan) -> None:
-    """A corpus that cannot be read should not cost the loading of a model first."""
-    for name in plan.corpora:
-        corpus.read_documents(name)
+def try_arm(arm: Any, plan: Plan, loaded: Any, prompt: corpus.Prompt) -> dict[str, Any]:
+    """A few tokens through an arm: what it cannot honour stops the run now, with its reason.
+
+    Any other error is a fault, not a wrong request; it will show as failed trials while the other arms run.
+    """
+    from mtplab.trials import arms
+
+    live = arms.Session(loaded, arm, **arm_options(plan))
+    few = replace(settings(plan, plan.modes[0], 0), max_tokens=4)
+    try:
+        live.request(prompt.tokens[-8:], request=0, settings=few)
+    except MtplabError:
+        raise
+    except Exception as error:
+        say({"stage": f"arm {arm.name} is at fault ({type(error).__name__})"})
+    return live.effective
+
+
+def measure(parsed: list[Any], plan: Plan, loaded: Any) -> dict[str, Any]:
+    """Costs per pass with a cache about as long as in the middle of a request."""
+    from mtplab.trials import arms
+
+    depths = [arm.depth or 0 for arm in parsed]
+    rows = min(plan.prompt_tokens + plan.max_tokens // 2, loaded.context - 16)
+    return arms.calibrate(loaded, max_depth=max([arms.ADAPTIVE_DEPTH, *depths]), rows=max(1, rows))
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
@@ -85,15 +106,12 @@ def file_sizes(folder: Path) -> dict[str, int]:
     return {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.suffix in (".json", ".safetensors")}
 
 
-def load(plan: Plan) -> tuple[Any, Any]:
-    """(BLAS facts, loaded model) under the plan's options. mlx is imported in here, after the BLAS is chosen."""
-    from mtplab import backend
-
-    info = backend.setup()
+def load(plan: Plan) -> Any:
+    """The loaded model under the plan's options; the BLAS was chosen before (`backend.setup`)."""
     from mtplab.models import load_target
 
     wanted = {"kv_bits": plan.kv_bits, "kv_group_size": plan.kv_group_size, "max_kv_size": plan.max_kv_size}
-    return info, load_target(plan.model, dtype=plan.dtype, **wanted)
+    return load_target(plan.model, dtype=plan.dtype, **wanted)
 
 
 def arm_options(plan: Plan) -> dict[str, Any]:
@@ -119,12 +137,14 @@ def settings(plan: Plan, mode: str, round_number: int) -> Any:
 def trial(spec: dict[str, Any]) -> None:
     """Run one arm on all prompts; each finished request is one flushed line of spec["out"]."""
     plan, prompts = Plan.from_json(spec["plan"]), [corpus.Prompt.from_json(p) for p in spec["prompts"]]
-    info, loaded = load(plan)
+    from mtplab import backend
+
+    info = backend.setup()
     import mlx.core as mx
 
-    from mtplab import backend
     from mtplab.backend import machine
 
+    loaded = load(plan)
     made = runs(spec, plan, loaded, prompts)
     warm_up(spec, plan, loaded, prompts[0])
     mx.reset_peak_memory()
@@ -165,9 +185,7 @@ def session(spec: dict[str, Any], plan: Plan, loaded: Any) -> Any:
     """A fresh session of the trial's arm; the adaptive policy starts from the measured costs."""
     from mtplab.trials import arms
 
-    return arms.Session(
-        loaded, arms.parse_arm(spec["arm"]), costs_ns=arms.costs_ns(spec["costs"]), **arm_options(plan)
-    )
+    return arms.Session(loaded, arms.parse_arm(spec["arm"]), costs_ns=arms.costs_ns(spec["costs"]), **arm_options(plan))
 
 
 def warm_up(spec: dict[str, Any], plan: Plan, loaded: Any, prompt: corpus.Prompt) -> None:
