@@ -106,4 +106,5 @@ def _equality(rows: Sequence[Row]) -> list[str]:
 
 def _leaves(row: Row) -> str:
     different = row["prompts"] - row["equal_prompts"]
-    return f"{row['arm']} at token {row['first_divergence']} at the earliest, {different} of {count(row['prompts'], 'prompt')}"
+    share = f"{different} of {count(row['prompts'], 'prompt')}"
+    return f"{row['arm']} at token {row['first_divergence']} at the earliest, {share}"
