@@ -57,6 +57,36 @@ def serial_cache(target: Target, tokens: Sequence[int]) -> Cache:
     return cache
 
 
+class SerialStates:
+    """What the cache of a strictly serial run holds after every token of a text."""
+
+    def __init__(self, target: Target, text: Sequence[int]):
+        self.states, cache = [], target.new_cache()
+        for t in text:
+            target.forward(mx.array([t]), cache)
+            mx.eval(cache.arrays())
+            self.states.append([contents(leaf) for layer in cache.layers for leaf in flatten(layer)])
+
+    def check(self, cache: Cache) -> None:
+        leaves = [leaf for layer in cache.layers for leaf in flatten(layer)]
+        for i, (leaf, wanted) in enumerate(zip(leaves, self.states[cache.length - 1], strict=True)):
+            assert getattr(leaf, "offset", cache.length) == cache.length
+            compare(i, contents(leaf), wanted, exact=not past_window(cache))
+
+
+def past_window(cache: Cache) -> bool:
+    """Past a sliding window ring order changes the rounding of everything behind it: within 1e-4 then."""
+    leaves = [leaf for layer in cache.layers for leaf in flatten(layer)]
+    return any(kind(x) == "window" and x.offset > x.max_size for x in leaves)
+
+
+def compare(i: int, got: list, wanted: list, *, exact: bool) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape, f"leaf {i}"
+        same = np.array_equal(a, b) if exact else np.allclose(a, b, atol=1e-4)
+        assert same, f"leaf {i} differs by {np.abs(a - b).max()}"
+
+
 def contents(leaf) -> list[np.ndarray]:
     """The valid state of a leaf cache as arrays: KV up to the offset (a ring in temporal order), or the state."""
     if kind(leaf) == "state":
@@ -71,19 +101,13 @@ def contents(leaf) -> list[np.ndarray]:
 
 
 def assert_same_state(cache: Cache, reference: Cache) -> None:
-    """Bit for bit; past a sliding window ring order changes the rounding of everything behind it: within 1e-4 then."""
+    """Bit for bit, but for `past_window`."""
     assert cache.length == reference.length
-    leaves = [leaf for layer in cache.layers for leaf in flatten(layer)]
-    exact = not any(kind(x) == "window" and x.offset > x.max_size for x in leaves)
-    for i, (layer, wanted) in enumerate(zip(cache.layers, reference.layers, strict=True)):
-        for leaf, want in zip(flatten(layer), flatten(wanted), strict=True):
-            assert getattr(leaf, "offset", 0) == getattr(want, "offset", 0), f"layer {i}"
-            for a, b in zip(contents(leaf), contents(want), strict=True):
-                assert a.shape == b.shape, f"layer {i}"
-                if exact:
-                    assert np.array_equal(a, b), f"layer {i} differs by {np.abs(a - b).max()}"
-                else:
-                    assert np.allclose(a, b, atol=1e-4), f"layer {i} differs by {np.abs(a - b).max()}"
+    pairs = zip(cache.layers, reference.layers, strict=True)
+    leaves = [(x, y) for a, b in pairs for x, y in zip(flatten(a), flatten(b), strict=True)]
+    for i, (leaf, want) in enumerate(leaves):
+        assert getattr(leaf, "offset", 0) == getattr(want, "offset", 0), f"leaf {i}"
+        compare(i, contents(leaf), contents(want), exact=not past_window(cache))
 
 
 def as_request(records: Sequence[Prefill | Verify], id: str = "0", corpus: str = "test", **settings) -> Request:

@@ -13,17 +13,16 @@ import mlx.core as mx
 from mtplab.decode.drafters.base import Draft
 from mtplab.decode.selection import Draws, probs
 from mtplab.decode.settings import Settings
-from mtplab.kernels import accept
+from mtplab.kernels.accept import accept, accept_sampled
 
 
 def judge(logits: mx.array, draft: Draft, settings: Settings, draws: Draws, position: int) -> mx.array:
-    """logits: [k+1, V] -> int [2 + k]: accepted, the next token, then the drafts (so one host read gets all)."""
+    """logits: [k+1, V] -> int32 [2 + k]: accepted, the next token (-1: NaN), the drafts; so one host read gets all."""
     drafts = draft.tokens.astype(mx.int32)
     if settings.greedy:
-        verdict = accept.greedy(logits, drafts)[:2]
+        verdict = accept(logits, drafts)[:2]
     else:
-        k = len(draft)
-        u = draws.uniform(position, "accept", k)
+        u = draws.uniform(position, "accept", len(draft))
         v = draws.uniform(position, "residual")
-        verdict = accept.sampled(probs(logits, settings), draft.probs, drafts, u, v)
-    return mx.concatenate([verdict.astype(mx.int32), drafts])
+        verdict = accept_sampled(probs(logits, settings), draft.probs, drafts, u, v)
+    return mx.concatenate([verdict, drafts])

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mtplab.backend.keys import key
+from mtplab.backend.keys import uniform
 from mtplab.decode.settings import Settings
+from mtplab.kernels.accept import draw
 
 
 def greedy(logits: mx.array) -> mx.array:
@@ -43,14 +44,7 @@ class Draws:
 
     def uniform(self, position: int, purpose: str, count: int = 1) -> mx.array:
         """`count` floats in [0, 1) for the token at `position` of the output."""
-        return mx.random.uniform(shape=(count,), key=key(self.seed, self.request, position, purpose))
-
-
-def draw(p: mx.array, u: mx.array) -> mx.array:
-    """Inverse CDF. p: [V] (need not be normalized), u: [1] -> id [1], never one of probability 0."""
-    total = mx.cumsum(p)
-    # Scaled to the real total, so that rounding of the sum cannot push the draw past the last id.
-    return mx.minimum(mx.sum(total <= u * total[-1]), mx.argmax(mx.where(p > 0, mx.arange(p.shape[0]), -1)))[None]
+        return mx.array([uniform(self.seed, self.request, position, purpose, i) for i in range(count)])
 
 
 def select(logits: mx.array, settings: Settings, draws: Draws, position: int) -> mx.array:

@@ -21,6 +21,7 @@ from mtplab.decode.prefill import prefill
 from mtplab.decode.selection import Draws, select
 from mtplab.decode.settings import Settings
 from mtplab.decode.stopping import Stops
+from mtplab.errors import ModelError
 from mtplab.models.cache import Cache
 from mtplab.models.target import Target
 from mtplab.records.types import Prefill, Verify
@@ -139,4 +140,6 @@ class _Loop:
         verdict = judge(out.logits, draft, self.settings, self.draws, position)
         mx.eval(verdict, self.cache.arrays())
         accepted, following, *drafts = verdict.tolist()
+        if following < 0:
+            raise ModelError("the target's logits are NaN in mid-text; check the weights, or load it in float32")
         return accepted, drafts, following, out.hidden

@@ -51,12 +51,12 @@ def test_every_acceptance_pattern_gives_the_baseline(load, kind, length, k):
 def test_cache_after_every_pass_equals_a_serial_run(load, kind, length, k):
     target, settings, prompt = load(kind).target, Settings(max_tokens=24), tiny.prompt(5, length)
     future = helpers.tokens_of(helpers.run_baseline(target, prompt, Settings(max_tokens=40)))
-    text = prompt + future
+    serial = helpers.SerialStates(target, prompt + future)
     for pattern in ([0], [k], [1, 0], [k, 0, 1]):
         cache = target.new_cache()
         drafter = ScriptedDrafter(future, pattern, tiny.VOCAB)
         for record in helpers.run_speculative(target, prompt, settings, drafter, k, cache=cache):
-            helpers.assert_same_state(cache, helpers.serial_cache(target, text[: cache.length]))
+            serial.check(cache)
             if hasattr(record, "cache_after"):
                 assert record.cache_after == cache.length == record.cache_before + record.emitted
 
@@ -104,6 +104,7 @@ def test_eos_and_cap_at_every_position_of_a_block(load, kind, k):
     """Whatever cuts the block wherever: the tokens are the baseline's, and continuing equals a fresh prefill."""
     target, prompt = load(kind).target, tiny.prompt(3, 9)
     future = helpers.tokens_of(helpers.run_baseline(target, prompt, Settings(max_tokens=20)))
+    serial = helpers.SerialStates(target, prompt + future)
     for end in range(1, 10):
         eos = frozenset([future[end - 1]])
         stop = future.index(future[end - 1]) + 1
@@ -120,8 +121,7 @@ def test_eos_and_cap_at_every_position_of_a_block(load, kind, k):
             assert got == future[:length] and records[-1].cut == cut
             assert got == helpers.tokens_of(helpers.run_baseline(target, prompt, settings, eos=ids))
             assert cache.length - len(prompt) in (length - 1, length)
-            fresh = helpers.serial_cache(target, (prompt + got)[: cache.length])
-            helpers.assert_same_state(cache, fresh)
+            serial.check(cache)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])

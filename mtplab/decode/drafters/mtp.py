@@ -13,9 +13,10 @@ from typing import Any
 import mlx.core as mx
 
 from mtplab.decode.drafters.base import Draft
-from mtplab.decode.selection import Draws, draw, greedy, probs
+from mtplab.decode.selection import Draws, greedy, probs
 from mtplab.decode.settings import Settings
 from mtplab.errors import RequestError
+from mtplab.kernels.accept import draw
 from mtplab.models.heads import Head
 
 HISTORIES = ("verified", "drafted", "none")
