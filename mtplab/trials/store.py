@@ -133,17 +133,21 @@ class Store:
 
 def check_free(folder: Path) -> None:
     """Refuse an output folder that exists or cannot be made, before any work is done for it."""
-    if folder.exists() or folder.is_symlink():
-        raise RequestError(f"{folder} exists already; choose another --out, or continue that run with --resume")
-    probe = _fresh(folder)
     with explained(folder):
-        made = _missing_parents(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        probe.mkdir()
-        probe.rmdir()
-    for parent in made:
-        with suppress(OSError):
-            parent.rmdir()
+        if folder.exists() or folder.is_symlink():
+            raise RequestError(f"{folder} exists already; choose another --out, or continue that run with --resume")
+        nearest = next(p for p in folder.absolute().parents if p.exists())
+        if not nearest.is_dir():
+            raise RequestError(f"cannot write {folder}: {nearest} is not a folder; choose another --out")
+        made, probe = _missing_parents(folder), _fresh(folder)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            probe.mkdir()
+            probe.rmdir()
+        finally:
+            for parent in made:
+                with suppress(OSError):
+                    parent.rmdir()
 
 
 def _missing_parents(folder: Path) -> list[Path]:
