@@ -51,10 +51,16 @@ class Head(nn.Module):
         super().__init__()
         self.layers = [HeadLayer(spec, args) for _ in range(layers)]
         self._spec, self._target, self._dim = spec, target, args.hidden_size
+        self._file_names: tuple[tuple[str, str], ...] = ()  # parameter path, name in the checkpoint
 
     @property
     def spec(self) -> HeadSpec:
         return self._spec
+
+    @property
+    def file_names(self) -> dict[str, str]:
+        """Name in the checkpoint of every parameter path."""
+        return dict(self._file_names)
 
     def new_cache(self) -> list[Any]:
         """One plain KV cache per head layer."""
@@ -169,6 +175,7 @@ def load_head(
     if spec.zero_centred:
         chosen = centre_norms(chosen, raw_norms)
     head.load_weights(list(chosen.items()), strict=True)
+    head._file_names = tuple((path, name) for name, path in names.items())
     head.eval()
     return head
 

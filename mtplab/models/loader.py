@@ -195,13 +195,14 @@ def _read_head(spec: Any, layers: int, folder: Path, config: dict, tensors: dict
     return heads.load_head(spec, layers, args, target, weights, config, raw_norms=raw)
 
 
-def _refuse_nan(model: nn.Module, head: nn.Module | None) -> None:
+def _refuse_nan(model: nn.Module, head: heads.Head | None) -> None:
     for part, module in (("trunk", model), ("MTP head", head)):
         flags = {} if module is None else {n: mx.isfinite(a).all() for n, a in tree_flatten(module.parameters())}
         mx.eval(flags)
         bad = [n for n, ok in flags.items() if not ok.item()]
         if bad:
-            raise ModelError(f"{part} weight {bad[0]} is not finite (NaN or infinity); the file is damaged")
+            name = head.file_names[bad[0]] if module is head else bad[0]
+            raise ModelError(f"{part} weight {name} is not finite (NaN or infinity); the file is damaged")
 
 
 def context_length(config: dict) -> int:
