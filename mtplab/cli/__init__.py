@@ -11,6 +11,10 @@ from mtplab.errors import MtplabError
 PIPE_CLOSED = 141  # what a shell reports for a program that SIGPIPE ended
 
 
+class ReaderLeft(Exception):
+    """Nobody reads the result any more. Not an OSError: typer would turn that into an exit code of its own."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 done, 2 wrong request, 3 wrong model or file, 4 some trials failed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -19,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
+    except (BrokenPipeError, ReaderLeft):
         _swallow_stdout()
         return PIPE_CLOSED
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,12 +129,8 @@ def wants_colour(choice: str) -> bool:
 
 
 def stream(session: Any, tokens: list[int], settings: Any, output: str, *, colour: bool) -> None:
-    """Decode, show the text as it comes, end with the statistics."""
-    from dataclasses import asdict
-
-    from mtplab.records.types import Request
+    """Decode, show the text as it comes, end with the statistics; Ctrl-C ends the text, not the statistics."""
     from mtplab.report import stream as shown
-    from mtplab.trials.files import dumps
 
     # A terminal must not be steered by what a model says; a file gets the text as it is.
     painter = shown.Painter(
@@ -142,40 +138,39 @@ def stream(session: Any, tokens: list[int], settings: Any, output: str, *, colou
     )
     if colour:
         tell(shown.legend())
-    records = []
-    for record in _until_interrupt(session.run(tokens, request=0, settings=settings)):
-        records.append(record)
-        text = painter.feed(record)
-        if output == "table" and text:
-            out(text)
-        elif output == "jsonl":
-            out(dumps({"record": type(record).__name__.lower(), "text": text, **asdict(record)}) + "\n")
-    if not records:
-        return
-    last = records[-1]
-    effective = settings.effective() | session.effective
-    request = Request("0", "", records[0], tuple(records[1:]), last.cut or "interrupt", effective)
-    if output == "table" and not painter.text.endswith("\n"):
-        out("\n")
-    if output == "json":
-        out(dumps(document(request, painter.text)) + "\n")
-    tell(shown.statistics_line(request))
-    if not last.cut:
+    records: list[Any] = []
+    with suppress(KeyboardInterrupt):
+        for record in session.run(tokens, request=0, settings=settings):
+            records.append(record)
+            _show(record, painter.feed(record), output)
+    if records:
+        _finish(records, painter.text, settings.effective() | session.effective, output)
+    if not records or not records[-1].cut:
         raise KeyboardInterrupt
 
 
-def document(request: Any, text: str) -> dict[str, Any]:
-    """What `-o json` prints: text, tokens, numbers and the effective settings."""
-    from mtplab.report.stream import statistics
+def _show(record: Any, text: str, output: str) -> None:
+    from dataclasses import asdict
 
-    numbers = statistics(request)
-    return {"schema": 1, "text": text, "tokens": list(request.tokens), "statistics": numbers,
-            "settings": dict(request.settings)}  # fmt: skip
+    from mtplab.trials.files import dumps
+
+    if output == "table" and text:
+        out(text)
+    elif output == "jsonl":
+        out(dumps({"record": type(record).__name__.lower(), "text": text, **asdict(record)}) + "\n")
 
 
-def _until_interrupt(records: Iterator[Any]) -> Iterator[Any]:
-    """Ctrl-C ends the text, not the statistics of what was made."""
-    try:
-        yield from records
-    except KeyboardInterrupt:
-        return
+def _finish(records: list[Any], text: str, effective: dict[str, Any], output: str) -> None:
+    """The end of the line or the document, and the statistics."""
+    from mtplab.records.types import Request
+    from mtplab.report.stream import statistics, statistics_line
+    from mtplab.trials.files import dumps
+
+    request = Request("0", "", records[0], tuple(records[1:]), records[-1].cut or "interrupt", effective)
+    if output == "table" and not text.endswith("\n"):
+        out("\n")
+    if output == "json":
+        numbers = statistics(request)
+        document = {"schema": 1, "text": text, "tokens": request.tokens, "statistics": numbers, "settings": effective}
+        out(dumps(document) + "\n")
+    tell(statistics_line(request))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mtplab.cli import ReaderLeft
 from mtplab.errors import RequestError
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
@@ -25,8 +26,11 @@ def check_format(form: str, allowed: tuple[str, ...] = FORMATS) -> str:
 
 def out(text: str) -> None:
     """The result. One write, so that a reader never sees half a document."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderLeft from error
 
 
 def tell(text: str) -> None:

@@ -57,6 +57,8 @@ def svg(figure: Any, prefix: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # Two equal pictures get one id, and nothing refers to it.
+    text = re.sub(r' id="image\w+"', "", text)
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     return re.sub(r'(url\(|href=")#', rf"\g<1>#{prefix}-", text)
 

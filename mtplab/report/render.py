@@ -77,9 +77,15 @@ def checks(found: Sequence[Mapping[str, Any]], form: str) -> str:
 
 
 def facts(found: Mapping[str, Any], form: str) -> str:
-    """A nested dict of facts as key and value."""
-    rows = [{"key": k, "value": v} for k, v in flatten(found)]
+    """A nested dict of facts as key and value; people get bytes as MiB."""
+    readable = form in ("table", "md")
+    rows = [{"key": k, "value": _mib(k, v) if readable else v} for k, v in flatten(found)]
     return plain(rows, [text_column("key"), text_column("value")], form, found)
+
+
+def _mib(key: str, value: Any) -> Any:
+    sized = key.startswith(("bytes.", "memory.")) or key.endswith("_bytes")
+    return f"{value / 2**20:.1f} MiB" if sized and isinstance(value, int) else value
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from mtplab.records import metrics
 from mtplab.records.types import Prefill, Request, Verify
 from mtplab.report.roles import ROLES, roles_of
-from mtplab.report.tables import number
+from mtplab.report.tables import number, picture
 
 SGR = {"draft": "32", "bonus": "36", "correction": "33"}  # green, cyan, yellow; the rest stays as it is
 RESET = "\x1b[0m"
@@ -59,14 +59,6 @@ class Painter:
                 out, last = out + (RESET if last else "") + (f"\x1b[{code}m" if code else ""), code
             out += picture(character) if self.safe else character
         return out + (RESET if last else "")
-
-
-def picture(character: str) -> str:
-    """A control character as its visible sign; line feed and tab stay."""
-    code = ord(character)
-    if character in "\n\t" or 32 <= code < 127 or code >= 160:
-        return character
-    return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else "\ufffd"
 
 
 def legend() -> str:

@@ -28,6 +28,19 @@ class Column:
     right: bool = True
 
 
+def printable(text: str) -> str:
+    """One line without control characters: a name from a file must not steer a terminal or break a table."""
+    return "".join(c if c.isprintable() else picture(c) for c in " ".join(text.split("\n")))
+
+
+def picture(character: str) -> str:
+    """A control character as its visible sign; line feed and tab stay."""
+    code = ord(character)
+    if character in "\n\t" or 32 <= code < 127 or code >= 160:
+        return character
+    return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else "\ufffd"
+
+
 def number(value: float | None, digits: int = 2) -> str:
     return NONE if value is None else f"{value:.{digits}f}"
 
@@ -85,7 +98,7 @@ TITLES = {"greedy": "Greedy (temperature 0)", "sampled": "Sampled (temperature {
 
 def aligned(columns: Sequence[Column], rows: Sequence[Row], *, group: str | None = None) -> str:
     """Plain text with a rule under the titles; an empty line wherever the value of `group` changes."""
-    cells = [[c.title for c in columns], *([c.show(r) for c in columns] for r in rows)]
+    cells = [[c.title for c in columns], *([printable(c.show(r)) for c in columns] for r in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     pads = [str.rjust if c.right else str.ljust for c in columns]
     lines = ["  ".join(p(x, w) for p, x, w in zip(pads, row, widths, strict=True)).rstrip() for row in cells]
@@ -101,7 +114,7 @@ def markdown(columns: Sequence[Column], rows: Iterable[Row]) -> str:
     """A GitHub table; a pipe or a line break inside a cell cannot break it."""
 
     def line(cells: Iterable[str]) -> str:
-        safe = (" ".join(c.replace("\\", "\\\\").replace("|", "\\|").split()) for c in cells)
+        safe = (" ".join(printable(c).replace("\\", "\\\\").replace("|", "\\|").split()) for c in cells)
         return "| " + " | ".join(safe) + " |"
 
     rule = "|" + "|".join("---:" if c.right else "---" for c in columns) + "|"

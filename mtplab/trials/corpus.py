@@ -207,6 +207,11 @@ def cut(
             yield from _windows(document, corpus, tokenizer, share, size)
 
 
+def prompt_id(corpus: str, document: str) -> str:
+    """Unique within a run, since corpora have names of their own."""
+    return document if document.startswith(f"{corpus}/") else f"{corpus}/{document}"
+
+
 def spread(items: Sequence[Any], count: int) -> list[Any]:
     """At most `count` items at evenly spread positions, in order."""
     if len(items) <= count:
@@ -215,7 +220,7 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _whole(document: Document, corpus: str, tokenizer: Encoder, limit: int) -> Prompt:
-    name = f"{corpus}/{document.id}"
+    name = prompt_id(corpus, document.id)
     if document.messages:
         return Prompt(name, corpus, tuple(tokenizer.chat(list(document.messages))), document.text)
     # A text that cannot fit need not be tokenized to its end to be refused.
@@ -226,13 +231,13 @@ def _whole(document: Document, corpus: str, tokenizer: Encoder, limit: int) -> P
 def _windows(document: Document, corpus: str, tokenizer: Encoder, count: int, size: int) -> Iterator[Prompt]:
     text = document.text
     if not text.strip():
-        raise RequestError(f"prompt '{corpus}/{document.id}' is empty; give at least one token")
+        raise RequestError(f"prompt {prompt_id(corpus, document.id)!r} is empty; give at least one token")
     fit = max(1, int(len(text) / (size * _chars_per_token(text, tokenizer))))
     count = min(count, fit)
     for i in range(count):
         start = _word_start(text, i * len(text) // count)
         tokens = _encode_window(text, start, size, tokenizer)
-        name = f"{corpus}/{document.id}" + (f"@{start}" if count > 1 else "")
+        name = prompt_id(corpus, document.id) + (f"@{start}" if count > 1 else "")
         yield Prompt(name, corpus, tuple(tokens), tokenizer.decode(tokens))
 
 
