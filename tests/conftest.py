@@ -10,9 +10,9 @@ from pathlib import Path
 os.environ["MTPLAB_BLAS"] = "reference"
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest  # noqa: E402
+import pytest
 
-from mtplab import backend  # noqa: E402
+from mtplab import backend
 
 backend.setup()
 

@@ -32,7 +32,7 @@ def run_baseline(target: Target, prompt: Sequence[int], settings: Settings, eos=
     return list(baseline(target, cache or target.new_cache(), prompt, settings=settings, stops=stops, clock=CLOCK))
 
 
-def run_speculative(target: Target, prompt, settings: Settings, drafter, depth, eos=frozenset(), cache=None):
+def run_speculative(target, prompt, settings: Settings, drafter, depth, eos=frozenset(), cache=None, request=0):
     """`depth` is a number or a policy. Returns a generator, so that a test can look between the passes."""
     policy = FixedDepth(depth) if isinstance(depth, int) else depth
     stops = Stops(settings, eos, lambda ids: "".join(chr(33 + i) for i in ids))
@@ -45,6 +45,7 @@ def run_speculative(target: Target, prompt, settings: Settings, drafter, depth, 
         settings=settings,
         stops=stops,
         clock=CLOCK,
+        request=request,
     )
 
 
@@ -113,3 +114,26 @@ def assert_same_state(cache: Cache, reference: Cache) -> None:
 def as_request(records: Sequence[Prefill | Verify], id: str = "0", corpus: str = "test", **settings) -> Request:
     prefill, *passes = records
     return Request(id, corpus, prefill, tuple(passes), passes[-1].cut if passes else prefill.cut, settings)
+
+
+class CountingCache:
+    """A cache for targets without state: it only counts rows."""
+
+    def __init__(self):
+        self.length = 0
+
+    def arrays(self) -> list:
+        return []
+
+    def attempt(self, rows: int):
+        return self
+
+    def __enter__(self):
+        self.before = self.length
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+    def keep(self, n: int) -> None:
+        self.length = self.before + n

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mtplab.models import headspec, heads, mlxlm
+from mtplab.models import heads, headspec, mlxlm
 from mtplab.models.target import Target
 
 VOCAB = 97

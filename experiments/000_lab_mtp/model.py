@@ -124,7 +124,7 @@ class MTPLayer(Block):
         if depth == 1:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            y = chained_attention(q, chain + [(k, v)])
+            y = chained_attention(q, [*chain, (k, v)])
         chain.append((k, v))
         x = x + self.self_attn.out(y)
         x = x + self.mlp(self.post_attention_layernorm(x))

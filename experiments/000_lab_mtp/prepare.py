@@ -1,4 +1,4 @@
-"""Texts -> a byte-level BPE of 4,096 and token arrays. Run once: `python prepare.py --texts DIR --work DIR [--fetch]`."""
+"""Texts -> a byte-level BPE of 4,096 and token arrays: `python prepare.py --texts DIR --work DIR [--fetch]`."""
 
 from __future__ import annotations
 

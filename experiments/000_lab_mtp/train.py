@@ -1,6 +1,8 @@
 """Train `lab-mtp`: first the trunk, then its MTP head, both resumable and scheduled by wall time.
 
     python train.py trunk --work DIR --minutes 75     # next-token loss on novels and C, half and half
+    python train.py export --work DIR --out DIR/trunk
+    python sample.py --work DIR --model DIR/trunk     # the trunk's own continuations
     python train.py head  --work DIR --minutes 35     # trunk frozen; chained three deep; KL to the trunk
     python train.py export --work DIR --out DIR       # MiMo layout, float16
 
@@ -41,6 +43,24 @@ class Batches:
             at = int(self.rng.integers(0, len(ids) - length))
             out.append(ids[at : at + length].astype(np.int64))
         return torch.from_numpy(np.stack(out))
+
+
+class OwnText(Batches):
+    """Half the rows from the texts, half the trunk's own continuations (`sample.py`), where there are any."""
+
+    def __init__(self, work: Path, split: str, seed: int):
+        super().__init__(work, split, seed)
+        path = work / "samples.npy"
+        self.samples = np.load(path) if path.exists() else None
+
+    def draw(self, rows: int, length: int) -> torch.Tensor:
+        if self.samples is None or length > self.samples.shape[1]:
+            return super().draw(rows, length)
+        # Row parity tells the kind (novel, C) in the statistics; the samples alternate in the same way.
+        pairs = self.rng.integers(0, len(self.samples) // 2, rows // 4) * 2
+        chosen = np.stack([pairs, pairs + 1], 1).ravel()
+        own = torch.from_numpy(self.samples[chosen].astype(np.int64))
+        return torch.cat([super().draw(rows - len(own), length), own])
 
 
 def optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
@@ -88,8 +108,14 @@ def evaluate(model: LabMTP, loss, work: Path, batches: int = 6) -> dict:
     return {k: sum(r[k] for r in rows) / len(rows) for k in rows[0]}
 
 
+def note(log: Path, entry: dict) -> None:
+    with open(log, "a", encoding="utf-8") as f:
+        f.write(json.dumps(entry) + "\n")
+
+
 def run(phase: str, work: Path, minutes: float, lr: float, seed: int) -> None:
     torch.manual_seed(seed)
+    source = Batches if phase == "trunk" else OwnText
     model, loss = LabMTP(Config()), trunk_loss if phase == "trunk" else head_loss
     state_path = work / f"{phase}.pt"
     if phase == "head":
@@ -99,7 +125,7 @@ def run(phase: str, work: Path, minutes: float, lr: float, seed: int) -> None:
     else:
         for name, p in model.named_parameters():
             p.requires_grad_("mtp_layers" not in name)
-    opts, data, step, used, tokens = optimizers(model, lr), Batches(work, "train", seed), 0, 0.0, 0
+    opts, data, step, used, tokens = optimizers(model, lr), source(work, "train", seed), 0, 0.0, 0
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
         model.load_state_dict(state["model"])
@@ -108,7 +134,7 @@ def run(phase: str, work: Path, minutes: float, lr: float, seed: int) -> None:
         step, used, tokens = state["step"], state["used"], state["tokens"]
         data.rng = np.random.default_rng([seed, step])
     began, saved, budget = time.time() - used, time.time(), minutes * 60
-    log = open(work / f"{phase}.log", "a", encoding="utf-8")
+    log = work / f"{phase}.log"
     while used < budget:
         share = used / budget
         # The last stretch sees longer windows: half the rows, the same tokens.
@@ -123,10 +149,10 @@ def run(phase: str, work: Path, minutes: float, lr: float, seed: int) -> None:
             opt.zero_grad(set_to_none=True)
         step, tokens, used = step + 1, tokens + ids.numel(), time.time() - began
         if step % 20 == 0:
-            print(json.dumps({"step": step, "tokens": tokens, "s": round(used), **stats}), file=log, flush=True)
+            note(log, {"step": step, "tokens": tokens, "s": round(used), **stats})
         if time.time() - saved > 300 or used >= budget:
             held = evaluate(model, loss, work)
-            print(json.dumps({"step": step, "tokens": tokens, "s": round(used), "held_out": held}), file=log, flush=True)
+            note(log, {"step": step, "tokens": tokens, "s": round(used), "held_out": held})
             state = {"model": model.state_dict(), "opts": [o.state_dict() for o in opts]}
             torch.save(state | {"step": step, "used": used, "tokens": tokens}, state_path.with_suffix(".tmp"))
             state_path.with_suffix(".tmp").replace(state_path)
@@ -146,7 +172,11 @@ def export(work: Path, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(Config().to_mimo(), indent=1) + "\n")
     (out / "tokenizer.json").write_bytes((work / "tokenizer.json").read_bytes())
     special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 4096,
+        "clean_up_tokenization_spaces": False,
+    }
     (out / "tokenizer_config.json").write_text(json.dumps(settings | special, indent=1) + "\n")
 
 

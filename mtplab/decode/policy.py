@@ -60,7 +60,8 @@ class AdaptiveDepth:
     proposed d. The policy takes the d with the largest E(d)/T(d), and leaves its present depth only for a gain
     above `HYSTERESIS`. c_i are exponentially forgotten counts over a weak prior. A depth that is not being tried
     teaches nothing, so it is probed: `PROBE` passes one deeper, after a gap that doubles each time the probe
-    changes nothing, and only if full acceptance there could pay at all. Depth 0 is a depth like any other.
+    changes nothing, and only if full acceptance there could pay at all. A depth whose cost was never measured is
+    visited once, `PROBE` passes long, as soon as another one has been. Depth 0 is a depth like any other.
     """
 
     DECAY = 0.96
@@ -84,7 +85,9 @@ class AdaptiveDepth:
         """Forget the acceptance of the last text; what a pass costs stays known."""
         self.hits = [self.PRIOR * self.PRIOR_WEIGHT] * self.max_depth
         self.tries = [self.PRIOR_WEIGHT] * self.max_depth
-        self.depth, self.probing, self.since, self.gap = -1, 0, 0, self.GAP
+        self.depth, self.since, self.gap = -1, 0, self.GAP
+        self.probing = self.probed = 0
+        self.visited = {d for d, t in self.times.items() if t}
 
     def cost_ns(self, depth: int) -> float:
         """T(depth): the median measured, else the prior scaled by how far the measured depths are off theirs."""
@@ -109,7 +112,10 @@ class AdaptiveDepth:
     def next_depth(self) -> int:
         if self.probing:
             self.probing -= 1
-            return self.depth + 1
+            return self.probed
+        unknown = next((d for d, t in self.times.items() if not t and d not in self.visited), None)
+        if unknown is not None and self.visited:
+            return self._probe(unknown)
         conditional = self.conditional()
         rates = self.rates(conditional)
         best = max(range(len(rates)), key=rates.__getitem__)
@@ -117,11 +123,17 @@ class AdaptiveDepth:
             if best != self.depth:
                 self.since, self.gap = 0, self.GAP
             self.depth = best
+        self.visited.add(self.depth)
         self.since += 1
         if self.since >= self.gap and self._probe_could_pay(conditional, rates):
-            self.since, self.gap, self.probing = 0, min(2 * self.gap, self.MAX_GAP), self.PROBE - 1
-            return self.depth + 1
+            self.since, self.gap = 0, min(2 * self.gap, self.MAX_GAP)
+            return self._probe(self.depth + 1)
         return self.depth
+
+    def _probe(self, depth: int) -> int:
+        self.visited.add(depth)
+        self.probed, self.probing = depth, self.PROBE - 1
+        return depth
 
     def _probe_could_pay(self, conditional: list[float], rates: list[float]) -> bool:
         if self.depth >= self.max_depth:

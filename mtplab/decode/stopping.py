@@ -11,7 +11,10 @@ class Stops:
     """Counts emitted tokens and cuts a block. `eos_ids` are ignored where the settings say so."""
 
     def __init__(
-        self, settings: Settings, eos_ids: frozenset[int] = frozenset(), decode: Callable[[list[int]], str] | None = None
+        self,
+        settings: Settings,
+        eos_ids: frozenset[int] = frozenset(),
+        decode: Callable[[list[int]], str] | None = None,
     ):
         if settings.stop and decode is None:
             raise ValueError("stop strings need a decode function")

@@ -82,7 +82,7 @@ def flatten(layer: Any) -> list[Any]:
 
 
 def kind(leaf: Any) -> str:
-    """"plain", "window", "state" or "unknown" (cannot be rolled back)."""
+    """ "plain", "window", "state" or "unknown" (cannot be rolled back)."""
     if isinstance(leaf, PLAIN):
         return "plain"
     if isinstance(leaf, _lm.RotatingKVCache):

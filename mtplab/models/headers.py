@@ -7,6 +7,7 @@ Only JSON and integers are read, so a 300 GB checkpoint is listed in millisecond
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -77,7 +78,7 @@ def _info(file: str, name: str, entry: Any, data: int) -> TensorInfo:
 
 def _no_overlap(file: str, entries: Mapping[str, Any]) -> None:
     spans = sorted((*e["data_offsets"], n) for n, e in entries.items() if e["data_offsets"][1] > e["data_offsets"][0])
-    for (_, end, first), (begin, _, second) in zip(spans, spans[1:], strict=False):
+    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
         if begin < end:
             raise ModelError(f"{file}: tensors {first!r} and {second!r} share bytes")
 

@@ -156,7 +156,11 @@ def describe_cache(config: dict[str, Any]) -> dict[str, Any]:
     """Layers by kind of state, as far as the config tells, and whether each can be rolled back."""
     c = _text(config)
     layers = c.get("num_hidden_layers") or 0
-    interval, window, pattern = c.get("full_attention_interval"), c.get("sliding_window"), c.get("sliding_window_pattern")
+    interval, window, pattern = (
+        c.get("full_attention_interval"),
+        c.get("sliding_window"),
+        c.get("sliding_window_pattern"),
+    )
     types = c.get("layer_types")
     if isinstance(types, list):
         kinds = Counter(

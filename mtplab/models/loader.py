@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mtplab.errors import ModelError, RequestError
-from mtplab.models import headers, headspec, heads, mlxlm
+from mtplab.models import headers, heads, headspec, mlxlm
 from mtplab.models.target import Target
 from mtplab.models.tokenizer import Tokenizer
 
@@ -80,7 +80,9 @@ def load_target(
         raise ModelError(f"{folder} has no config.json, so it is not a checkpoint folder")
     config, tensors = headers.read_json(folder / "config.json"), headers.read_headers(folder)
     if "model_file" in config and not trust_remote_code:
-        raise ModelError(f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it")
+        raise ModelError(
+            f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it"
+        )
     quantized = any(n.endswith(".scales") for n in tensors)
     cast = choose_dtype(dtype)
     model = build_trunk(folder, config, tensors, trust_remote_code)
@@ -122,7 +124,9 @@ def choose_dtype(name: str | None) -> mx.Dtype | None:
 
 def _cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
     if dtype is not None:
-        module.update(tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters()))
+        module.update(
+            tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters())
+        )
 
 
 def build_trunk(folder: Path, config: dict, tensors: dict, trust_remote_code: bool) -> nn.Module:
@@ -161,7 +165,7 @@ def read_tensors(folder: Path, tensors: dict[str, headers.TensorInfo], names: se
 
 
 def wanted_layers(spec: Any, config: dict, tensors: dict, *, require: bool) -> int:
-    """Number of head layers to load; 0 for none. A head that is declared without tensors, or the reverse, is an error."""
+    """Number of head layers to load; 0 for none. A head declared without tensors, or the reverse, is an error."""
     if spec is None:
         if require:
             raise ModelError(f"model_type {config.get('model_type')!r} has no MTP head that mtplab knows")

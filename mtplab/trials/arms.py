@@ -1,10 +1,10 @@
 """Arms: named, complete decoder configurations, and the session that runs one on a loaded model.
 
-    baseline      one token at a time (its own loop)
-    depth0        the speculative loop without drafts: the control
-    depth1..8     the model's MTP head, fixed depth
-    adaptive      the MTP head, depth 0..3 chosen by the cost model
-    ngram1..8     prompt lookup, fixed depth
+baseline      one token at a time (its own loop)
+depth0        the speculative loop without drafts: the control
+depth1..8     the model's MTP head, fixed depth
+adaptive      the MTP head, depth 0..3 chosen by the cost model
+ngram1..8     prompt lookup, fixed depth
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from mtplab.backend import openblas
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a BLAS is chosen on Linux only")
@@ -138,6 +141,18 @@ def test_unusable_cache_folder_falls_back_with_one_line(tmp_path):
     assert str(blocked) in info["notice"] and "\n" not in info["notice"]
 
 
+def test_full_disk_leaves_nothing_half_made(tmp_path, monkeypatch):
+    def fill(source: Path, target: Path) -> None:
+        Path(target).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(openblas.shutil, "copyfile", fill)
+    with pytest.raises(openblas.Unavailable, match="No space left"):
+        openblas.prepare()
+    assert list((tmp_path / "mtplab").iterdir()) == []
+
+
 def test_no_patchelf_falls_back_and_says_so(tmp_path):
     code = "from mtplab.backend import openblas\nopenblas._patchelf_candidates = lambda: iter(())\n" + ACTIVATE
     info = child(code, XDG_CACHE_HOME=str(tmp_path))
@@ -228,20 +243,23 @@ def test_a_second_call_returns_the_first_choice_or_refuses_another(cache):
     assert "new process" in second("auto", again="blas.activate('reference')", cache=cache)["error"]
 
 
-def test_setup_turns_compile_off_on_the_cpu(cache):
+def test_setup_turns_compile_off_on_the_cpu(tmp_path, cache):
+    # A compiler that only notes that it was asked for.
+    log, compiler = tmp_path / "asked", tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\necho asked >> {log}\n")
+    compiler.chmod(0o755)
     code = """
 import json
 from mtplab import backend
 before = backend.compile_on()
 backend.setup()
 import mlx.core as mx
-mx.set_default_device(mx.cpu)
-# Without a compiler on PATH this fails where compile is on.
-value = mx.compile(lambda x: (x * 2 + 1).sum())(mx.ones(3)).item()
+value = mx.compile(lambda x, y: mx.exp(x * 0) * y + mx.abs(x - 5) / y)(mx.ones(3), mx.ones(3)).sum().item()
 print(json.dumps({"before": before, "after": backend.compile_on(), "value": value, "device": backend.device()}))
 """
-    got = child(code, XDG_CACHE_HOME=str(cache), PATH="/nowhere")
-    assert got == {"before": None, "after": False, "value": 9.0, "device": "cpu"}
+    got = child(code, XDG_CACHE_HOME=str(cache), TMPDIR=str(tmp_path), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert got == {"before": None, "after": False, "value": 15.0, "device": "cpu"}
+    assert not log.exists()
 
 
 def test_importing_the_room_imports_nothing_heavy():

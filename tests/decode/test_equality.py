@@ -147,7 +147,11 @@ def test_quantized_kv_and_bounded_kv(load):
     """kv_bits and max_kv_size keep the equality; the latter past its size, with the sinks in view."""
     for options in ({"kv_bits": 8, "kv_group_size": 32}, {"max_kv_size": 24}):
         build = {} if "max_kv_size" in options else {"hidden_size": 128}
-        target, settings, prompt = load("llama", build=build, **options).target, Settings(max_tokens=60), tiny.prompt(3, 9)
+        target, settings, prompt = (
+            load("llama", build=build, **options).target,
+            Settings(max_tokens=60),
+            tiny.prompt(3, 9),
+        )
         expected = helpers.tokens_of(helpers.run_baseline(target, prompt, settings))
         for k, pattern in ((1, [0, 1]), (3, [3, 0, 1, 2]), (3, [0])):
             drafter = ScriptedDrafter(expected + [0] * 9, pattern, tiny.VOCAB)

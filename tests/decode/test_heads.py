@@ -62,9 +62,7 @@ def test_an_exactly_predictive_head_is_always_accepted(tmp_path, reads, recursio
         records = list(helpers.run_speculative(loaded.target, [3, 1, 4], settings, drafter, k))
         request = helpers.as_request(records)
         assert conditional([request]) == [1.0] * k
-        assert helpers.tokens_of(records) == helpers.tokens_of(
-            helpers.run_baseline(loaded.target, [3, 1, 4], settings)
-        )
+        assert helpers.tokens_of(records) == helpers.tokens_of(helpers.run_baseline(loaded.target, [3, 1, 4], settings))
 
 
 @pytest.mark.parametrize("kind", ["mimo", "qwen3_5"])
