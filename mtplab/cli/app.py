@@ -1,0 +1,43 @@
+"""The list of verbs. Each verb's file is small and imports only typer; the rooms below load when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mtplab import __version__
+from mtplab.cli import demo, doctor, generate, inspect, sweep
+
+# Verbs in the order of the help text: the main job first.
+VERBS = {
+    "demo": demo.demo,
+    "generate": generate.generate,
+    "sweep": sweep.sweep,
+    "inspect": inspect.inspect,
+    "doctor": doctor.doctor,
+}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mtplab {__version__}")
+        raise typer.Exit()
+
+
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Version, and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (allowed anywhere).")] = False,
+) -> None:
+    """Decoders that commit several tokens per forward pass, measured against one token at a time."""
+
+
+def build() -> typer.Typer:
+    """The typer application. Plain help: rich would take a third of the start-up budget."""
+    app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+    app.callback()(root)
+    for name, verb in VERBS.items():
+        app.command(name)(verb)
+    return app

@@ -1,0 +1,176 @@
+"""`mtplab generate`: one prompt through any arm, streaming, with a statistics line at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mtplab.cli.options import Model, check_format, out, tell
+from mtplab.errors import RequestError
+
+COLOURS = ("auto", "always", "never")
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="The prompt; - reads it from stdin.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="A file with the prompt.", show_default=False)] = None,
+    model: Model = "lab-mtp",
+    arm: Annotated[
+        str | None,
+        typer.Option("--arm", help="baseline, depth0..8, adaptive, ngram1..8 [adaptive, or baseline without a head]."),
+    ] = None,
+    depth: Annotated[int | None, typer.Option("--depth", help="Short for --arm depthN.", show_default=False)] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Tokens at most.")] = 100,
+    temp: Annotated[float, typer.Option("--temp", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="0 is off.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0 is off.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the sampling.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End before this text; repeatable.", show_default=False)
+    ] = None,
+    prefill_step_size: Annotated[
+        int, typer.Option("--prefill-step-size", help="Prompt tokens per prefill pass.")
+    ] = 2048,
+    max_kv_size: Annotated[
+        int | None, typer.Option("--max-kv-size", help="Rows of a rotating cache.", show_default=False)
+    ] = None,
+    kv_bits: Annotated[int | None, typer.Option("--kv-bits", help="Quantized KV cache.", show_default=False)] = None,
+    kv_group_size: Annotated[int, typer.Option("--kv-group-size", help="Group of the quantized cache.")] = 64,
+    show: Annotated[bool, typer.Option("--show", help="Colour accepted drafts, bonus tokens and corrections.")] = False,
+    color: Annotated[str, typer.Option("--color", help="auto (a terminal), always or never.")] = "auto",
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="table (the text), json, or jsonl (every record as it comes).")
+    ] = "table",
+) -> None:
+    """Generate text; the result goes to stdout, the statistics line to stderr."""
+    check_format(output, ("table", "json", "jsonl"))
+    if color not in COLOURS:
+        raise RequestError(f"--color {color!r} is not one of {', '.join(COLOURS)}")
+    if arm is not None and depth is not None:
+        raise RequestError(f"--arm {arm} and --depth {depth} say the same thing; give one of them")
+    text = read_prompt(prompt, file)
+    name = f"depth{depth}" if depth is not None else arm
+    from mtplab import backend
+
+    info = backend.setup()
+    if info.notice:
+        tell(f"note: {info.notice}")
+    from mtplab.decode.settings import Settings
+
+    settings = Settings(
+        max_tokens=max_tokens, temp=temp, top_p=top_p, top_k=top_k, seed=seed, ignore_eos=ignore_eos,
+        stop=tuple(stop or ()), prefill_step=prefill_step_size,
+    )  # fmt: skip
+    cache = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    session = open_session(model, name, cache)
+    tokens = encode(session.loaded.tokenizer, text, chat)
+    colour = show and wants_colour(color)
+    stream(session, tokens, settings, output, colour=colour)
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the flag, a file or stdin; an empty one is an error."""
+    if prompt is not None and file is not None:
+        raise RequestError("--prompt and --file both give a prompt; use one of them")
+    if file is not None:
+        from mtplab.trials.corpus import read_text
+
+        text = read_text(file, str(file))
+    elif prompt is None and sys.stdin.isatty():
+        raise RequestError("no prompt; give one with --prompt, --file or on stdin")
+    else:
+        text = _stdin() if prompt in (None, "-") else prompt
+    if not text:
+        raise RequestError("the prompt is empty; give at least one token")
+    return text
+
+
+def _stdin() -> str:
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the prompt on stdin is not UTF-8 (byte offset {error.start})") from None
+
+
+def open_session(model: str, name: str | None, cache: dict[str, Any]) -> Any:
+    """Load the model with or without its head, as the arm needs it. An unknown arm is refused before loading."""
+    from mtplab.models import load_target
+    from mtplab.trials.arms import Session, parse_arm
+
+    arm = parse_arm(name) if name is not None else None
+    head = "auto" if arm is None else "require" if arm.needs_head else "none"
+    loaded = load_target(model, head=head, **cache)
+    return Session(loaded, arm or parse_arm("adaptive" if loaded.head is not None else "baseline"))
+
+
+def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """Token ids of the prompt; a text without any token is an error."""
+    tokens = tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+    if not tokens:
+        raise RequestError("the prompt is empty; give at least one token")
+    return tokens
+
+
+def wants_colour(choice: str) -> bool:
+    """Colours on a terminal that has not declined them (NO_COLOR), or where they are forced."""
+    if choice != "auto":
+        return choice == "always"
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def stream(session: Any, tokens: list[int], settings: Any, output: str, *, colour: bool) -> None:
+    """Decode, show the text as it comes, end with the statistics; Ctrl-C ends the text, not the statistics."""
+    from mtplab.report import stream as shown
+
+    # A terminal must not be steered by what a model says; a file gets the text as it is.
+    painter = shown.Painter(
+        session.loaded.tokenizer.stream(), stop=settings.stop, colour=colour, safe=sys.stdout.isatty()
+    )
+    if colour:
+        tell(shown.legend())
+    records: list[Any] = []
+    with suppress(KeyboardInterrupt):
+        for record in session.run(tokens, request=0, settings=settings):
+            records.append(record)
+            _show(record, painter.feed(record), output)
+    if records:
+        _finish(records, painter.text, settings.effective() | session.effective, output)
+    if not records or not records[-1].cut:
+        raise KeyboardInterrupt
+
+
+def _show(record: Any, text: str, output: str) -> None:
+    from dataclasses import asdict
+
+    from mtplab.trials.files import dumps
+
+    if output == "table" and text:
+        out(text)
+    elif output == "jsonl":
+        out(dumps({"record": type(record).__name__.lower(), "text": text, **asdict(record)}) + "\n")
+
+
+def _finish(records: list[Any], text: str, effective: dict[str, Any], output: str) -> None:
+    """The end of the line or the document, and the statistics."""
+    from mtplab.records.types import Request
+    from mtplab.report.stream import statistics, statistics_line
+    from mtplab.trials.files import dumps
+
+    request = Request("0", "", records[0], tuple(records[1:]), records[-1].cut or "interrupt", effective)
+    if output == "table" and not text.endswith("\n"):
+        out("\n")
+    if output == "json":
+        numbers = statistics(request)
+        document = {"schema": 1, "text": text, "tokens": request.tokens, "statistics": numbers, "settings": effective}
+        out(dumps(document) + "\n")
+    tell(statistics_line(request))

@@ -1,0 +1,38 @@
+"""Options that several verbs share, and how results leave. Flag names are mlx-lm's where it has them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mtplab.cli import ReaderLeft
+from mtplab.errors import RequestError
+
+FORMATS = ("table", "md", "csv", "json", "jsonl")
+
+Model = Annotated[str, typer.Option("--model", help="Bundled name, checkpoint folder or hub id (owner/name).")]
+Output = Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+def check_format(form: str, allowed: tuple[str, ...] = FORMATS) -> str:
+    """A wrong format is found before the work, not after it."""
+    if form not in allowed:
+        raise RequestError(f"output format {form!r} is not one of {', '.join(allowed)}")
+    return form
+
+
+def out(text: str) -> None:
+    """The result. One write, so that a reader never sees half a document."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderLeft from error
+
+
+def tell(text: str) -> None:
+    """Everything that is not the result."""
+    print(text, file=sys.stderr, flush=True)

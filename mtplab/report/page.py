@@ -1,0 +1,223 @@
+"""ONE self-contained HTML page from a run folder: no script, no network, every name and text escaped.
+
+Model names, prompts and outputs come from anywhere: nothing of them reaches the page except through `esc`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from mtplab.errors import RequestError
+from mtplab.records.types import Request
+from mtplab.report import tables
+from mtplab.report.conclusions import conclusions
+from mtplab.report.results import Results
+from mtplab.report.roles import ROLES, request_roles
+from mtplab.report.style import CSS, WORDS
+from mtplab.trials.files import write_text
+
+NAME = "page.html"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+TAIL = 240  # characters of a prompt shown before its continuation
+SAMPLES = 2  # texts per corpus and mode
+
+
+def esc(value: Any) -> str:
+    return escape(str(value), quote=True)
+
+
+def write(results: Results) -> Path:
+    """Write page.html into the run folder and return its path."""
+    path = results.store.folder / NAME
+    write_text(path, page(results))
+    return path
+
+
+def page(results: Results) -> str:
+    """The whole document."""
+    parts = [
+        _header(results),
+        _section("What it shows", _conclusions(results)),
+        *(_section(*part) for part in _tables(results)),
+        *_plots(results),
+        _section("Texts", _samples(results)),
+        _section("What to know before believing it", _warnings(results)),
+        _section("Words", _words()),
+        _section("Settings and machine", _settings(results)),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{esc(results.run)} - mtplab</title><style>{CSS}</style></head>\n<body><main>\n"
+        + "\n".join(p for p in parts if p)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{esc(title)}</h2>{body}</section>" if body else ""
+
+
+def _header(results: Results) -> str:
+    plan, manifest = results.store.plan, results.store.manifest
+    machine, blas = manifest.get("machine") or {}, manifest.get("blas") or {}
+    trials = len(results.trials)
+    facts = {
+        "model": (manifest.get("model") or {}).get("model", plan.model),
+        "machine": f"{machine.get('cpu') or 'unknown processor'}, {machine.get('cores')} cores, {machine.get('os')}",
+        "device": f"{machine.get('device')}, {blas.get('name') or 'no BLAS'} ({blas.get('threads')} thread)",
+        "plan": f"{len(plan.arms)} arms x {plan.rounds} rounds, {plan.prompts} prompts per text, "
+        f"{plan.prompt_tokens} tokens in, {plan.max_tokens} out",
+        "trials": f"{trials} stored, {len(results.failed)} failed, each in a fresh process",
+        "made": f"{manifest.get('created')} with mtplab {manifest.get('mtplab')}, mlx {machine.get('mlx')}",
+    }
+    rows = "".join(f"<dt>{esc(k)}</dt><dd>{esc(v)}</dd>" for k, v in facts.items())
+    return f"<header><p class=kind>mtplab sweep</p><h1>{esc(results.run)}</h1><dl>{rows}</dl></header>"
+
+
+def _conclusions(results: Results) -> str:
+    items = []
+    for text in conclusions(results):
+        where, _, rest = text.partition(": ")
+        items.append(f"<li><b>{esc(where)}</b> {esc(rest)}</li>")
+    return f"<ul class=claims>{''.join(items)}</ul>" if items else "<p>No trial is complete yet.</p>"
+
+
+def _tables(results: Results) -> Iterable[tuple[str, str]]:
+    for mode in results.store.plan.modes:
+        rows = [r for r in results.rows if r["mode"] == mode]
+        if rows:
+            columns = tables.GREEDY if mode == "greedy" else tables.SWEEP
+            yield tables.TITLES[mode].format(temp=results.store.plan.temp), _table(columns, rows)
+
+
+VERDICTS = {"faster": "up", "slower": "down"}
+
+
+def _table(columns: Sequence[tables.Column], rows: Sequence[Mapping[str, Any]]) -> str:
+    head = "".join(f"<th{'' if c.right else ' class=l'}>{esc(c.title)}</th>" for c in columns)
+    body, before = [], None
+    for row in rows:
+        classes = [*(["first"] if before not in (None, row["corpus"]) else []), *(["dim"] if row.get("marked") else [])]
+        before = row["corpus"]
+        cells = "".join(_cell(c, row) for c in columns)
+        body.append(f'<tr class="{" ".join(classes)}">{cells}</tr>')
+    note = (
+        "<p class=note>* more than 0.3 of the text repeats itself, and repeats are accepted: left out of conclusions."
+    )
+    marked = note + "</p>" if any(r.get("marked") for r in rows) else ""
+    return (
+        f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{marked}"
+    )
+
+
+def _cell(column: tables.Column, row: Mapping[str, Any]) -> str:
+    kinds = [] if column.right else ["l"]
+    if column.title == "tpot_ratio" and row.get("verdict") in VERDICTS and not row.get("marked"):
+        kinds.append(VERDICTS[row["verdict"]])
+    return f'<td class="{" ".join(kinds)}">{esc(column.show(row).strip())}</td>'
+
+
+def _plots(results: Results) -> list[str]:
+    from mtplab.report import plots
+
+    if not results.rows:
+        return []
+    try:
+        drawn = plots.all_plots(results)
+    except RequestError as error:
+        return [_section("Plots", f"<p class=note>{esc(error)}</p>")]
+    return [_section(title, f"<figure>{svg}{_caption(title)}</figure>") for title, svg in drawn.items()]
+
+
+CAPTIONS = {
+    "Time": "Dots: geometric mean over prompts with its 95 % interval. Hollow diamonds: predicted from the measured "
+    "cost of a pass. Grey band: what the baseline against itself cannot tell from 1. Grey dots: text that repeats.",
+    "What": "Solid, survival: share of passes whose first i drafts were all accepted. Dashed, conditional: accepted at "
+    "i given that all before were; it rises by survivorship alone.",
+    "Depth": "One line a prompt, first round. Light grey is depth 0: the controller stopped drafting.",
+}
+
+
+def _caption(title: str) -> str:
+    return f"<figcaption>{esc(CAPTIONS.get(title.split()[0], ''))}</figcaption>"
+
+
+def _samples(results: Results) -> str:
+    """Some outputs with every token coloured by where it came from."""
+    prompts = {p.id: p.text for p in results.store.prompts()}
+    pieces = _pieces(results)
+    blocks = []
+    for (mode, corpus), arms in results.requests.items():
+        arm = _shown_arm(arms)
+        for request in arms[arm][:SAMPLES]:
+            key = (arm, mode, int(request.settings.get("round", 0)), request.id)
+            blocks.append(_sample(f"{corpus}, {mode}, {arm}", prompts.get(request.id, ""), request, pieces[key]))
+    legend = "".join(f"<span class=t-{role}>{esc(role)}</span> {esc(text)}; " for role, text in ROLES.items())
+    return f"<p class=note>{legend}before it, in grey, the end of the prompt.</p>{''.join(blocks)}" if blocks else ""
+
+
+def _pieces(results: Results) -> dict[tuple[str, str, int, str], list[str]]:
+    out = {}
+    for stored in results.trials:
+        for request, made in zip(stored.requests, stored.pieces, strict=True):
+            out[stored.trial.arm, request.settings.get("mode"), stored.trial.round, request.id] = made
+    return out
+
+
+def _shown_arm(arms: Mapping[str, Any]) -> str:
+    """The arm with most drafts to look at: adaptive arms and the deepest fixed one come last in a plan."""
+    drafting = [a for a in arms if a not in ("baseline", "depth0", "adaptive")]
+    return max(drafting, default=next(iter(arms)))
+
+
+def _sample(title: str, prompt: str, request: Request, made: Sequence[str]) -> str:
+    text = "".join(
+        f"<span class=t-{role}>{esc(piece)}</span>" if piece else ""
+        for role, piece in zip(request_roles(request), made, strict=True)
+    )
+    tail = ("\u2026" if len(prompt) > TAIL else "") + prompt[-TAIL:]
+    return (
+        f"<details open><summary>{esc(title)} <code>{esc(request.id)}</code></summary>"
+        f"<pre><span class=prompt>{esc(tail)}</span>{text}</pre></details>"
+    )
+
+
+def _warnings(results: Results) -> str:
+    """Everything that limits the claims: few prompts, loops, drift, disturbed trials, failures, notices."""
+    items = [*map(str, results.store.manifest.get("notices") or [])]
+    items += [f"{r['corpus']}, {r['mode']}, {r['arm']}: {w}" for r in results.rows for w in r.get("warnings") or ()]
+    notes = {r["tpot_ratio"].get("note") for r in results.rows if r["arm"] != "baseline"} - {None}
+    items += [f"intervals: {n}" for n in sorted(notes)]
+    disturbed = [t.trial.name for t in results.trials if (t.done.get("load") or {}).get("disturbed")]
+    if disturbed:
+        items.append(f"{len(disturbed)} trials ran while other processes were busy: {', '.join(disturbed)}")
+    items += [f"failed and in no row: {f['trial']}: {f['reason']}" for f in results.failed]
+    return "<ul>" + "".join(f"<li>{esc(i)}</li>" for i in items) + "</ul>" if items else ""
+
+
+def _words() -> str:
+    return "<dl class=words>" + "".join(f"<dt>{esc(k)}</dt><dd>{esc(v)}</dd>" for k, v in WORDS.items()) + "</dl>"
+
+
+def _settings(results: Results) -> str:
+    from mtplab.report.render import flatten
+
+    manifest = results.store.manifest
+    shown = {
+        "plan": results.store.plan.to_json(),
+        "model": manifest.get("model"),
+        "machine": manifest.get("machine"),
+        "costs": results.store.costs,
+    }
+    blocks = []
+    for title, value in shown.items():
+        rows = "".join(f"<tr><td class=l>{esc(k)}</td><td class=l>{esc(v)}</td></tr>" for k, v in flatten(value or {}))
+        blocks.append(
+            f"<details><summary>{esc(title)}</summary><div class=scroll><table>{rows}</table></div></details>"
+        )
+    return "".join(blocks)
