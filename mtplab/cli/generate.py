@@ -44,7 +44,9 @@ def generate(
         int | None, typer.Option("--max-kv-size", help="Rows of a rotating cache.", show_default=False)
     ] = None,
     kv_bits: Annotated[int | None, typer.Option("--kv-bits", help="Quantized KV cache.", show_default=False)] = None,
-    kv_group_size: Annotated[int, typer.Option("--kv-group-size", help="Group of the quantized cache.")] = 64,
+    kv_group_size: Annotated[
+        int | None, typer.Option("--kv-group-size", help="Group of the quantized cache [64].", show_default=False)
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Colour accepted drafts, bonus tokens and corrections.")] = False,
     color: Annotated[str, typer.Option("--color", help="auto (a terminal), always or never.")] = "auto",
     output: Annotated[
@@ -57,6 +59,8 @@ def generate(
         raise RequestError(f"--color {color!r} is not one of {', '.join(COLOURS)}")
     if arm is not None and depth is not None:
         raise RequestError(f"--arm {arm} and --depth {depth} say the same thing; give one of them")
+    if kv_group_size is not None and kv_bits is None:
+        raise RequestError("--kv-group-size is for a quantized cache; give --kv-bits, too, or drop it")
     text = read_prompt(prompt, file)
     name = f"depth{depth}" if depth is not None else arm
     from mtplab import backend
@@ -70,7 +74,7 @@ def generate(
         max_tokens=max_tokens, temp=temp, top_p=top_p, top_k=top_k, seed=seed, ignore_eos=ignore_eos,
         stop=tuple(stop or ()), prefill_step=prefill_step_size,
     )  # fmt: skip
-    cache = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    cache = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size or 64}
     session = open_session(model, name, cache)
     tokens = encode(session.loaded.tokenizer, text, chat)
     colour = show and wants_colour(color)

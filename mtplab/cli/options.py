@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -34,5 +35,6 @@ def out(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Everything that is not the result."""
-    print(text, file=sys.stderr, flush=True)
+    """Everything that is not the result. That nobody reads it is no reason to stop."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
