@@ -47,6 +47,10 @@ class Plan:
     dtype: str | None = None
     history: str = "verified"
     prime: bool = True
+    recursion: str | None = None  # these three override the head family's row where public codes differ
+    hidden: str | None = None
+    head_norms: str | None = None
+    trust_remote_code: bool = False
     trial_timeout_s: float = 3600.0
     repeat_disturbed: bool = True
 
