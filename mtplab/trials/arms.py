@@ -9,6 +9,7 @@ ngram1..8     prompt lookup, fixed depth
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from mtplab.models.loader import Loaded
 from mtplab.records.types import Prefill, Request, Verify
 
 ADAPTIVE_DEPTH = 3
+CALIBRATION_ROOM = 512  # tokens that the passes of a calibration may generate before they start over
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +145,31 @@ class Session:
 def calibrate(loaded: Loaded, max_depth: int = 3, repeats: int = 15, rows: int = 192) -> dict[str, Any]:
     """What a pass costs here, measured on this model with a cache of about `rows` rows.
 
-    Returns {"verify_ms": {M: ms}, "draft_ms": {k: ms}, "host_ms": ms}: the forward pass and verdict of M rows,
-    k chained drafts, and the host's share of a pass, each the median of `repeats` interleaved repetitions.
+    Returns {"verify_ms": {M: ms}, "draft_ms": {k: ms}, "host_ms": ms, ...}, medians of `repeats` turns that everything
+    takes one after the other. A real pass with k drafts takes draft_ms[k] + verify_ms[k + 1] + host_ms, by definition:
+
+    verify_ms[1]  one step of the baseline as it runs, the next one launched before this one is read
+    verify_ms[M]  forward pass and argmax of M rows, fenced
+    host_ms       what a pass with one draft takes beyond its fenced draft and verify: the verdict, the transaction and
+                  the records, less what one fence instead of two saves. The baseline's own is in verify_ms[1].
+    draft_ms[k]   what k drafts add to a pass in place: the rest. (`fenced` has them, and the one-row pass, in the
+                  manner of the other widths; `pass_ms[k]` are the real passes, 0 the baseline's.)
     """
-    bench = _Bench(loaded, rows, max_depth)
-    widths, depths = range(1, max_depth + 2), range(1, max_depth + 1 if loaded.head is not None else 1)
-    verify = {m: [] for m in widths}
-    draft = {k: [] for k in depths}
-    for _ in range(repeats + 2):
-        for m in widths:
-            verify[m].append(bench.verify(m))
-        for k in depths:
-            draft[k].append(bench.draft(k))
-    verify_ms = {m: statistics.median(t[2:]) / 1e6 for m, t in verify.items()}
-    draft_ms = {k: statistics.median(t[2:]) / 1e6 for k, t in draft.items()}
-    return {"verify_ms": verify_ms, "draft_ms": draft_ms, "host_ms": 0.0, "rows": rows}
+    rows = max(1, min(rows, loaded.context - min(CALIBRATION_ROOM, loaded.context // 2)))
+    bench, depths = _Bench(loaded, rows, max_depth), range(1, max_depth + 1 if loaded.head is not None else 1)
+    turns = [bench.turn(depths, max_depth) for _ in range(repeats + 2)][2:]
+    verify, drafts, passes = (_medians_ms(turns, kind) for kind in ("verify", "draft", "pass"))
+    fenced = {"verify_ms": verify[1], "draft_ms": drafts}
+    host = passes[1] - drafts[1] - verify[2] if depths else 0.0
+    draft = {k: passes[k] - verify[k + 1] - host for k in depths}
+    costs = {"verify_ms": verify | {1: passes[0]}, "draft_ms": draft, "host_ms": host}
+    return costs | {"rows": rows, "fenced": fenced, "pass_ms": passes}
+
+
+def _medians_ms(turns: Sequence[dict[tuple[str, int], int]], kind: str) -> dict[int, float]:
+    """size -> median over the turns, in milliseconds, of one kind of measurement."""
+    sizes = [size for what, size in turns[0] if what == kind]
+    return {size: statistics.median(t[kind, size] for t in turns) / 1e6 for size in sizes}
 
 
 def costs_ns(costs: dict[str, Any], max_depth: int = ADAPTIVE_DEPTH) -> dict[int, float]:
@@ -168,19 +180,29 @@ def costs_ns(costs: dict[str, Any], max_depth: int = ADAPTIVE_DEPTH) -> dict[int
 
 
 class _Bench:
-    """Fenced single measurements on a cache filled with `rows` rows of ordinary token ids."""
+    """One measurement at a time on a cache filled with `rows` rows of ordinary token ids."""
 
     def __init__(self, loaded: Loaded, rows: int, max_depth: int):
         self.target, self.clock = loaded.target, MonotonicClock()
         self.cache, self.settings = self.target.new_cache(), Settings()
-        ids = mx.array([2 + 7 * i % 97 for i in range(rows)])
-        out = self.target.forward(ids, self.cache)
+        prompt = [2 + 7 * i % 97 for i in range(max(rows, max_depth + 1))]
+        ids = mx.array(prompt)
+        out = self.target.forward(ids[:rows], self.cache)
         mx.eval(out.logits[-1:], out.hidden, self.cache.arrays())
         self.block, self.drafter = ids[: max_depth + 1], None
+        self.arms = {0: _Passes(loaded, "baseline", prompt[:rows])}
         if loaded.head is not None:
             self.drafter = MTPDrafter(loaded.head, self.settings, Draws(0, 0))
-            mx.eval(self.drafter.prime(ids[1:], out.hidden[:-1]))
+            if rows > 1:
+                mx.eval(self.drafter.prime(ids[1:rows], out.hidden[:-1]))
             self.hidden = out.hidden[-1:]
+            self.arms |= {k: _Passes(loaded, f"depth{k}", prompt[:rows]) for k in range(1, max_depth + 1)}
+
+    def turn(self, depths: Sequence[int], max_depth: int) -> dict[tuple[str, int], int]:
+        """Everything once, in nanoseconds, by (what, size)."""
+        out = {("verify", m): self.verify(m) for m in range(1, max_depth + 2)}
+        out |= {("draft", k): self.draft(k) for k in depths}
+        return out | {("pass", k): self.arms[k].next_ns() for k in (0, *depths)}
 
     def verify(self, m: int) -> int:
         began = self.clock.now_ns()
@@ -195,3 +217,26 @@ class _Bench:
         self.drafter.observe([5], self.hidden, 0)
         mx.eval(self.drafter.draft(k, 0).tokens)
         return self.clock.now_ns() - began
+
+
+class _Passes:
+    """The real passes of an arm, a few at a time, so that arms can take turns."""
+
+    def __init__(self, loaded: Loaded, name: str, prompt: list[int]):
+        self.session, self.prompt = Session(loaded, parse_arm(name)), prompt
+        self.settings = Settings(max_tokens=min(CALIBRATION_ROOM, loaded.context - len(prompt)), ignore_eos=True)
+        self.records: Iterator[Prefill | Verify] = iter(())
+
+    def next_ns(self, count: int = 3) -> int:
+        """Median time of `count` passes. The one before them, which finds its step finished or none under way, does
+        not count. A request that has ended is started again."""
+        times = self._take(count + 1)
+        if len(times) < 2:
+            self.records = self.session.run(self.prompt, request=0, settings=self.settings)
+            times = self._take(count + 1)
+        mx.synchronize()  # the step that is under way must not run into the next measurement
+        return int(statistics.median(times[1:] or times))
+
+    def _take(self, count: int) -> list[int]:
+        passes = (r.pass_ns for r in self.records if isinstance(r, Verify))
+        return list(itertools.islice(passes, count))
