@@ -137,8 +137,9 @@ def run(phase: str, work: Path, minutes: float, lr: float, seed: int) -> None:
     log = work / f"{phase}.log"
     while used < budget:
         share = used / budget
-        # The last stretch sees longer windows: half the rows, the same tokens.
-        ids = data.draw(ROWS, LENGTH) if share < 0.75 else data.draw(ROWS // 2, LONG)
+        # The trunk's last stretch sees longer windows: half the rows, the same tokens.
+        longer = phase == "trunk" and share >= 0.75
+        ids = data.draw(ROWS // 2, LONG) if longer else data.draw(ROWS, LENGTH)
         value, stats = loss(model, ids)
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

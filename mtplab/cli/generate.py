@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli.options import Model, check_format, out, tell
+from mtplab.cli.options import HeadNorms, Hidden, Model, Recursion, Trust, check_format, out, tell
 from mtplab.errors import RequestError
 
 COLOURS = ("auto", "always", "never")
@@ -44,7 +44,18 @@ def generate(
         int | None, typer.Option("--max-kv-size", help="Rows of a rotating cache.", show_default=False)
     ] = None,
     kv_bits: Annotated[int | None, typer.Option("--kv-bits", help="Quantized KV cache.", show_default=False)] = None,
-    kv_group_size: Annotated[int, typer.Option("--kv-group-size", help="Group of the quantized cache.")] = 64,
+    kv_group_size: Annotated[
+        int | None, typer.Option("--kv-group-size", help="Group of the quantized cache [64].", show_default=False)
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = None,
+    history: Annotated[
+        str, typer.Option("--history", help="What the head keeps: verified, drafted, none.")
+    ] = "verified",
+    prime: Annotated[bool, typer.Option("--prime/--no-prime", help="Give the head the prompt.")] = True,
+    recursion: Recursion = None,
+    hidden: Hidden = None,
+    head_norms: HeadNorms = None,
+    trust_remote_code: Trust = False,
     show: Annotated[bool, typer.Option("--show", help="Colour accepted drafts, bonus tokens and corrections.")] = False,
     color: Annotated[str, typer.Option("--color", help="auto (a terminal), always or never.")] = "auto",
     output: Annotated[
@@ -57,6 +68,8 @@ def generate(
         raise RequestError(f"--color {color!r} is not one of {', '.join(COLOURS)}")
     if arm is not None and depth is not None:
         raise RequestError(f"--arm {arm} and --depth {depth} say the same thing; give one of them")
+    if kv_group_size is not None and kv_bits is None:
+        raise RequestError("--kv-group-size is for a quantized cache; give --kv-bits, too, or drop it")
     text = read_prompt(prompt, file)
     name = f"depth{depth}" if depth is not None else arm
     from mtplab import backend
@@ -70,8 +83,11 @@ def generate(
         max_tokens=max_tokens, temp=temp, top_p=top_p, top_k=top_k, seed=seed, ignore_eos=ignore_eos,
         stop=tuple(stop or ()), prefill_step=prefill_step_size,
     )  # fmt: skip
-    cache = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
-    session = open_session(model, name, cache)
+    wanted = {
+        "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size or 64, "dtype": dtype,
+        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    session = open_session(model, name, wanted, history=history, prime=prime)
     tokens = encode(session.loaded.tokenizer, text, chat)
     colour = show and wants_colour(color)
     stream(session, tokens, settings, output, colour=colour)
@@ -102,15 +118,15 @@ def _stdin() -> str:
         raise RequestError(f"the prompt on stdin is not UTF-8 (byte offset {error.start})") from None
 
 
-def open_session(model: str, name: str | None, cache: dict[str, Any]) -> Any:
+def open_session(model: str, name: str | None, wanted: dict[str, Any], **session: Any) -> Any:
     """Load the model with or without its head, as the arm needs it. An unknown arm is refused before loading."""
     from mtplab.models import load_target
     from mtplab.trials.arms import Session, parse_arm
 
     arm = parse_arm(name) if name is not None else None
     head = "auto" if arm is None else "require" if arm.needs_head else "none"
-    loaded = load_target(model, head=head, **cache)
-    return Session(loaded, arm or parse_arm("adaptive" if loaded.head is not None else "baseline"))
+    loaded = load_target(model, head=head, **wanted)
+    return Session(loaded, arm or parse_arm("adaptive" if loaded.head is not None else "baseline"), **session)
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:

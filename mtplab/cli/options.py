@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -14,6 +15,14 @@ FORMATS = ("table", "md", "csv", "json", "jsonl")
 
 Model = Annotated[str, typer.Option("--model", help="Bundled name, checkpoint folder or hub id (owner/name).")]
 Output = Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")]
+Recursion = Annotated[
+    str | None, typer.Option("--recursion", help="What the next depth gets: final or block [the family's].")
+]
+Hidden = Annotated[str | None, typer.Option("--hidden", help="What the head takes: post or pre [the family's].")]
+HeadNorms = Annotated[
+    str | None, typer.Option("--head-norms", help="Stored norms of the head: raw or shifted [recognised].")
+]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let the checkpoint run its own Python file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 
 
@@ -34,5 +43,6 @@ def out(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Everything that is not the result."""
-    print(text, file=sys.stderr, flush=True)
+    """Everything that is not the result. That nobody reads it is no reason to stop."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtplab.cli.options import Output, Quiet, check_format, out, tell
+from mtplab.cli.options import (
+    HeadNorms,
+    Hidden,
+    Output,
+    Quiet,
+    Recursion,
+    Trust,
+    check_format,
+    out,
+    tell,
+)
 from mtplab.errors import RequestError, TrialsFailed
 
 if TYPE_CHECKING:
@@ -57,6 +67,10 @@ def sweep(
         str | None, _option("--history", help="What the head keeps: verified, drafted or none [verified].")
     ] = None,
     prime: Annotated[bool | None, _option("--prime/--no-prime", help="Give the head the prompt [on].")] = None,
+    recursion: Recursion = None,
+    hidden: Hidden = None,
+    head_norms: HeadNorms = None,
+    trust_remote_code: Trust = False,
     plan: Annotated[Path | None, _option("--plan", help="A TOML file with these settings; flags win over it.")] = None,
     folder: Annotated[Path | None, _option("--out", help="Run folder [runs/TIME-MODEL].")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
@@ -74,7 +88,8 @@ def sweep(
         "prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "modes": _names(modes), "temp": temp, "top_p": top_p,
         "top_k": top_k, "seed": seed, "ignore_eos": ignore_eos, "prefill_step_size": prefill_step_size,
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size, "dtype": dtype,
-        "history": history, "prime": prime,
+        "history": history, "prime": prime, "recursion": recursion, "hidden": hidden, "head_norms": head_norms,
+        "trust_remote_code": trust_remote_code or None,
     }  # fmt: skip
     store = _resumed(folder, plan, asked) if resume else start(_planned(plan, asked), folder, quiet=quiet)
     finish(store, output, dialect=dialect, quiet=quiet)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtplab.errors import RequestError
+from mtplab.errors import ModelError, RequestError
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 BUNDLED = ("lab-mtp",)
@@ -20,6 +20,8 @@ def bundled(name: str) -> Path:
     """The folder of a model that ships with mtplab."""
     if name not in BUNDLED:
         raise RequestError(f"no bundled model is called {name!r}; there is {', '.join(BUNDLED)}")
+    if not (DATA / name / "config.json").is_file():
+        raise ModelError(f"the bundled model {name} is missing from this installation; install mtplab again")
     return DATA / name
 
 

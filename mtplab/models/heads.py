@@ -19,6 +19,8 @@ from mtplab.models.headspec import HeadSpec, head_names
 from mtplab.models.mlxlm import cache_module
 from mtplab.models.target import Target
 
+WITHOUT_HEAD = "run the arms that need no head (baseline, depth0, ngramN)"
+
 
 class HeadLayer(nn.Module):
     """norms, fusion, one decoder layer of the trunk's class, final norm."""
@@ -164,7 +166,7 @@ def load_head(
     missing = sorted(set(names) - set(weights))
     left = sorted(set(head_names(spec, weights)) - set(names))
     if missing:
-        raise ModelError(f"the MTP head lacks {_listing(missing)}; use --head none to run without it")
+        raise ModelError(f"the MTP head lacks {_listing(missing)}; {WITHOUT_HEAD}")
     if left:
         raise ModelError(f"the checkpoint has head tensors nobody uses: {_listing(left)}; is the layer count right?")
     shapes = {path: a.shape for path, a in tree_flatten(head.parameters())}

@@ -176,10 +176,13 @@ def wanted_layers(spec: Any, config: dict, tensors: dict, *, require: bool) -> i
         first = spec.proj.format(p=spec.prefixes[0], i=0) + ".weight"
         raise ModelError(
             f"config.json declares {declared} MTP layer(s) ({key}) but the files hold no head tensor "
-            f"(missing {first} and the rest); use --head none, or a conversion that keeps the head"
+            f"(missing {first} and the rest); "
+            f"{heads.WITHOUT_HEAD}, or take a conversion that keeps it"
         )
     if found and declared == 0:
-        raise ModelError(f"the files hold head tensors ({found[0]}) but config.json says {key} = 0; use --head none")
+        raise ModelError(
+            f"the files hold head tensors ({found[0]}) but config.json says {key} = 0; {heads.WITHOUT_HEAD}"
+        )
     if require and not found:
         raise ModelError("this checkpoint has no MTP head")
     if not found:

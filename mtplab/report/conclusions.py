@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mtplab.records.statistics import NO_DIFFERENCE
 from mtplab.records.summary import summarize
 from mtplab.report.results import Results
 from mtplab.report.tables import interval, number
@@ -61,13 +62,20 @@ def _best(row: Row) -> str:
         return f"{name} pays: {shown} times the baseline's tokens per second after the first ({size}{guess})."
     if verdict == "slower":
         return f"No fixed arm pays: the best, {name}, runs at {shown} of the baseline's speed ({size}{guess})."
-    reason = verdict or "no interval"
+    reason = f"{verdict or 'no interval'}{_floor(row)}"
     return f"No fixed arm is shown to pay: the best, {name}, is at {shown}: {reason} ({size}{guess})."
+
+
+def _floor(row: Row) -> str:
+    """An interval that leaves out 1 and still shows nothing needs its reason."""
+    low, high = (row["tpot_ratio"].get(k) for k in ("low", "high"))
+    clear = low is not None and high is not None and (low > 1 or high < 1)
+    return " (an arm against itself differs as much)" if clear and row.get("verdict") == NO_DIFFERENCE else ""
 
 
 def _adaptive(row: Row) -> str:
     depth = f", mean depth {number(row['mean_depth'], 1)}" if row.get("mean_depth") is not None else ""
-    verdict = "" if row.get("verdict") in (None, "faster", "slower") else f": {row['verdict']}"
+    verdict = "" if row.get("verdict") in (None, "faster", "slower") else f": {row['verdict']}{_floor(row)}"
     return f"Adaptive depth: {interval(row['tpot_ratio'])}{depth}{verdict}."
 
 
@@ -78,7 +86,7 @@ def _kept(results: Results, fixed: Sequence[Row], mode: str, corpus: str) -> lis
     best = max(fixed, key=_value)["arm"]
     arms = results.requests[mode, corpus]
     row = summarize({best: arms[best], "adaptive": arms["adaptive"]}, baseline=best)[1]
-    doubt = "" if row["verdict"] in (None, "faster", "slower") else f": {row['verdict']}"
+    doubt = "" if row["verdict"] in (None, "faster", "slower") else f": {row['verdict']}{_floor(row)}"
     return [f"That is {interval(row['tpot_ratio'])} of {best}{doubt}."]
 
 

@@ -5,7 +5,7 @@ Model names, prompts and outputs come from anywhere: nothing of them reaches the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def page(results: Results) -> str:
         *_plots(results),
         _section("Texts", _samples(results)),
         _section("What to know before believing it", _warnings(results)),
+        _section("Trials", _trials(results)),
         _section("Words", _words()),
         _section("Settings and machine", _settings(results)),
     ]
@@ -102,8 +103,9 @@ def _table(columns: Sequence[tables.Column], rows: Sequence[Mapping[str, Any]]) 
     head = "".join(f"<th{'' if c.right else ' class=l'}>{esc(c.title)}</th>" for c in columns)
     body, before = [], None
     for row in rows:
-        classes = [*(["first"] if before not in (None, row["corpus"]) else []), *(["dim"] if row.get("marked") else [])]
-        before = row["corpus"]
+        corpus = row.get("corpus")
+        classes = [*(["first"] if before not in (None, corpus) else []), *(["dim"] if row.get("marked") else [])]
+        before = corpus
         cells = "".join(_cell(c, row) for c in columns)
         body.append(f'<tr class="{" ".join(classes)}">{cells}</tr>')
     note = (
@@ -193,11 +195,38 @@ def _warnings(results: Results) -> str:
     items += [f"{r['corpus']}, {r['mode']}, {r['arm']}: {w}" for r in results.rows for w in r.get("warnings") or ()]
     notes = {r["tpot_ratio"].get("note") for r in results.rows if r["arm"] != "baseline"} - {None}
     items += [f"intervals: {n}" for n in sorted(notes)]
+    if blind := [t.trial.name for t in results.trials if (t.done.get("load") or {}).get("alive") is not True]:
+        items.append(f"the load of the machine could not be sampled in {len(blind)} of {len(results.trials)} trials")
     disturbed = [t.trial.name for t in results.trials if (t.done.get("load") or {}).get("disturbed")]
     if disturbed:
         items.append(f"{len(disturbed)} trials ran while other processes were busy: {', '.join(disturbed)}")
     items += [f"failed and in no row: {f['trial']}: {f['reason']}" for f in results.failed]
     return "<ul>" + "".join(f"<li>{esc(i)}</li>" for i in items) + "</ul>" if items else ""
+
+
+def _trials(results: Results) -> str:
+    """What each process says of itself, in the order they ran."""
+    rows = [{"trial": t.trial.name, **t.done, **(t.done.get("load") or {})} for t in results.trials]
+    return f"<details><summary>{len(rows)} trials</summary>{_table(TRIALS, rows)}</details>" if rows else ""
+
+
+def _share(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: tables.NONE if row.get(key) is None else f"{100 * row[key]:.0f} %"
+
+
+def _mib(row: Mapping[str, Any]) -> str:
+    return tables.NONE if row.get("peak_memory_bytes") is None else f"{row['peak_memory_bytes'] / 2**20:.1f}"
+
+
+LOADS = {None: "not known", True: "disturbed", False: "quiet"}
+TRIALS = (
+    tables.Column("trial", lambda r: str(r["trial"]), right=False),
+    tables.Column("seconds", lambda r: tables.number(r.get("wall_s"), 1)),
+    tables.Column("peak memory, MiB", _mib),
+    tables.Column("processors used", _share("own_mean")),
+    tables.Column("by others", _share("other_mean")),
+    tables.Column("machine", lambda r: LOADS.get(r.get("disturbed"), "not known"), right=False),
+)
 
 
 def _words() -> str:

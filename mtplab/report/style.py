@@ -9,7 +9,7 @@ CSS = """
 --up:#5fd39b;--down:#ff8a80;--draft:#1f4d2b;--bonus:#17435a;--correction:#5a4312}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.55 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:1120px;margin:0 auto;padding:32px 20px 64px}
+main{max-width:1240px;margin:0 auto;padding:32px 20px 64px}
 h1{margin:0 0 12px;font-size:28px;line-height:1.2;overflow-wrap:anywhere}
 h2{margin:40px 0 12px;font-size:18px}
 .kind{margin:0;color:var(--soft);font-size:13px;letter-spacing:.06em;text-transform:uppercase}
@@ -20,8 +20,8 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 .claims li{background:var(--card);border-left:4px solid #0072b2;border-radius:4px;margin:0 0 8px;padding:10px 14px}
 .claims b{display:block}
 .scroll{overflow-x:auto}
-table{border-collapse:collapse;font-size:13.5px;font-variant-numeric:tabular-nums;white-space:nowrap}
-th,td{padding:5px 12px 5px 0;text-align:right;border-bottom:1px solid var(--line)}
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;white-space:nowrap}
+th,td{padding:5px 10px 5px 0;text-align:right;border-bottom:1px solid var(--line)}
 th{color:var(--soft);font-weight:600;border-bottom:2px solid var(--line)}
 .l{text-align:left}
 tr.first td{border-top:10px solid transparent}

@@ -47,6 +47,10 @@ class Plan:
     dtype: str | None = None
     history: str = "verified"
     prime: bool = True
+    recursion: str | None = None  # these three override the head family's row where public codes differ
+    hidden: str | None = None
+    head_norms: str | None = None
+    trust_remote_code: bool = False
     trial_timeout_s: float = 3600.0
     repeat_disturbed: bool = True
 
@@ -108,7 +112,16 @@ def load_plan(path: Path | str) -> Plan:
 def change(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     """The plan with the given fields replaced; None means "not asked for" and changes nothing."""
     asked = {k: _typed(k, v, "the request") for k, v in changes.items() if v is not None}
-    return replace(plan, **asked)
+    changed = replace(plan, **asked)
+    # What would have no effect was asked for in error.
+    for key in ("temp", "top_p", "top_k"):
+        if key in asked and "sampled" not in changed.modes:
+            raise RequestError(
+                f"{key} is for the sampled mode, and modes is {','.join(changed.modes)}; drop one of them"
+            )
+    if "kv_group_size" in asked and changed.kv_bits is None:
+        raise RequestError("kv_group_size is for a quantized cache; give kv_bits, too, or drop it")
+    return changed
 
 
 def differences(old: Plan, new: Plan) -> list[str]:

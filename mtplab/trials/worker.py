@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,9 @@ from mtplab.trials.files import FULL, dumps, sentence, write_text
 from mtplab.trials.plan import Plan
 
 WARM_UP_TOKENS = 24
+LOAD_OPTIONS = (
+    "kv_bits", "kv_group_size", "max_kv_size", "dtype", "recursion", "hidden", "head_norms", "trust_remote_code"
+)  # fmt: skip
 
 
 def say(event: dict[str, Any]) -> None:
@@ -49,7 +52,7 @@ def prepare(spec: dict[str, Any]) -> None:
     from mtplab.trials import arms
 
     parsed = [arms.parse_arm(name) for name in plan.arms]
-    loaded = load(plan)
+    loaded = load(plan, plan.arms)
     say({"stage": "cutting prompts"})
     prompts, notices = corpus.load_corpora(
         plan.corpora,
@@ -106,12 +109,14 @@ def file_sizes(folder: Path) -> dict[str, int]:
     return {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.suffix in (".json", ".safetensors")}
 
 
-def load(plan: Plan) -> Any:
-    """The loaded model under the plan's options; the BLAS was chosen before (`backend.setup`)."""
+def load(plan: Plan, names: Iterable[str]) -> Any:
+    """The loaded model under the plan's options, with its head only if one of the arms needs it; the BLAS was chosen
+    before (`backend.setup`)."""
     from mtplab.models import load_target
+    from mtplab.trials import arms
 
-    wanted = {"kv_bits": plan.kv_bits, "kv_group_size": plan.kv_group_size, "max_kv_size": plan.max_kv_size}
-    return load_target(plan.model, dtype=plan.dtype, **wanted)
+    needed = any(arms.parse_arm(name).needs_head for name in names)
+    return load_target(plan.model, head="require" if needed else "none", **{k: getattr(plan, k) for k in LOAD_OPTIONS})
 
 
 def arm_options(plan: Plan) -> dict[str, Any]:
@@ -144,7 +149,7 @@ def trial(spec: dict[str, Any]) -> None:
 
     from mtplab.backend import machine
 
-    loaded = load(plan)
+    loaded = load(plan, [spec["arm"]])
     made = runs(spec, plan, loaded, prompts)
     warm_up(spec, plan, loaded, prompts[0])
     mx.reset_peak_memory()

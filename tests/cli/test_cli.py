@@ -113,6 +113,8 @@ def test_no_arguments_show_the_help_and_are_an_error(call):
         (("generate", "-p", "x", "--max-tokens", 0), "--max-tokens 0 is out of range"),
         (("generate", "-p", "x", "--temp", "nan"), "--temp nan is out of range"),
         (("generate", "-p", "x", "--color", "pink"), "--color 'pink' is not one of"),
+        (("generate", "-p", "x", "--kv-group-size", 32), "give --kv-bits, too"),
+        (("sweep", "--modes", "greedy", "--temp", 0.5), "temp is for the sampled mode"),
         (("generate", "-p", "x", "-o", "csv"), "output format 'csv' is not one of table, json, jsonl"),
         (("generate", "--file", "/no/such.txt"), "/no/such.txt"),
         (("doctor", "-o", "xml"), "output format 'xml'"),

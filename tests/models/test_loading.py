@@ -155,7 +155,7 @@ def test_head_declared_but_absent(mimo):
             del weights[name]
 
     edit_weights(mimo, strip)
-    refused(mimo, "declares 1 MTP layer", "model.mtp_layers.0.input_proj.weight", "--head none")
+    refused(mimo, "declares 1 MTP layer", "model.mtp_layers.0.input_proj.weight", "need no head")
     assert load_target(mimo, head="none").head is None
     assert inspect_checkpoint(mimo)["head"]["status"] == "declared"
 

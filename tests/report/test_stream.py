@@ -79,6 +79,12 @@ def test_a_stop_string_never_shows_not_even_its_beginning(texts):
     assert "".join(parts) == "ab" == painter.text
 
 
+def test_the_beginning_of_a_stop_string_waits_for_the_next_pass():
+    painter = Painter(Letters(["ab", "ST", "OP"]), stop=("STOP",))
+    parts = [painter.feed(r) for r in (prefill(), verify([1], 0, 0), verify([2], 0, 0, cut="stop"))]
+    assert "".join(parts) == "ab" and "S" not in "".join(parts[:2])
+
+
 def test_the_beginning_of_a_stop_string_shows_once_it_is_none():
     painter = Painter(Letters(["x", "ST", "ay", "!"]), stop=("STOP",))
     assert show(painter, prefill(), verify([1, 2], 1, 1), verify([3], 0, 0, cut="cap")) == "xSTay!"

@@ -117,6 +117,14 @@ def test_no_claim_where_the_interval_reaches_one(tmp_path):
     assert "no difference at this sample size" in conclusions(results)[0]
 
 
+def test_a_difference_that_an_arm_shows_against_itself_is_no_result(tmp_path):
+    arms = {"baseline": ARMS["baseline"], "depth1": ([(1, 0)] * 24, 10.01)}
+    results = load_results(build(tmp_path / "run", arms=arms).folder)
+    row = next(r for r in results.rows if r["arm"] == "depth1")
+    assert row["tpot_ratio"]["high"] < 1
+    assert "no difference at this sample size (an arm against itself differs as much)" in conclusions(results)[0]
+
+
 def test_a_slower_arm_does_not_pay(tmp_path):
     arms = {"baseline": ARMS["baseline"], "depth1": ([(1, 0)] * 24, 15.0)}
     text = conclusions(load_results(build(tmp_path / "run", arms=arms).folder))[0]

@@ -104,3 +104,17 @@ def test_temperature_zero_is_fine_where_nothing_is_sampled():
 
 def test_flags_change_only_what_was_asked_for():
     assert change(Plan(), {"rounds": 2, "temp": None}) == Plan(rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"modes": ["greedy"], "temp": 0.5}, "temp is for the sampled mode"),
+        ({"modes": ["greedy"], "top_k": 5}, "top_k is for the sampled mode"),
+        ({"kv_group_size": 32}, "kv_group_size is for a quantized cache"),
+    ],
+)
+def test_a_setting_without_effect_is_an_error(changes, words):
+    with pytest.raises(RequestError, match=words):
+        change(Plan(), changes)
+    assert change(Plan(), {"kv_group_size": 32, "kv_bits": 4}).kv_bits == 4
