@@ -52,6 +52,7 @@ def generate(
         str, typer.Option("--history", help="What the head keeps: verified, drafted, none.")
     ] = "verified",
     prime: Annotated[bool, typer.Option("--prime/--no-prime", help="Give the head the prompt.")] = True,
+    drafts: Annotated[str, typer.Option("--drafts", help="Under temperature: sampled, or point.")] = "sampled",
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,
@@ -87,7 +88,7 @@ def generate(
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size or 64, "dtype": dtype,
         "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
-    session = open_session(model, name, wanted, history=history, prime=prime)
+    session = open_session(model, name, wanted, history=history, prime=prime, drafts=drafts)
     tokens = encode(session.loaded.tokenizer, text, chat)
     colour = show and wants_colour(color)
     stream(session, tokens, settings, output, colour=colour)

@@ -67,6 +67,10 @@ def sweep(
         str | None, _option("--history", help="What the head keeps: verified, drafted or none [verified].")
     ] = None,
     prime: Annotated[bool | None, _option("--prime/--no-prime", help="Give the head the prompt [on].")] = None,
+    drafts: Annotated[
+        str | None,
+        _option("--drafts", help="Under temperature: sampled, or the head's first choice, point [sampled]."),
+    ] = None,
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,
@@ -88,7 +92,8 @@ def sweep(
         "prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "modes": _names(modes), "temp": temp, "top_p": top_p,
         "top_k": top_k, "seed": seed, "ignore_eos": ignore_eos, "prefill_step_size": prefill_step_size,
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size, "dtype": dtype,
-        "history": history, "prime": prime, "recursion": recursion, "hidden": hidden, "head_norms": head_norms,
+        "history": history, "prime": prime, "drafts": drafts,
+        "recursion": recursion, "hidden": hidden, "head_norms": head_norms,
         "trust_remote_code": trust_remote_code or None,
     }  # fmt: skip
     store = _resumed(folder, plan, asked) if resume else start(_planned(plan, asked), folder, quiet=quiet)

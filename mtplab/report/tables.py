@@ -93,7 +93,7 @@ SWEEP = (
     Column("loop_share", loops),
 )
 GREEDY = (*SWEEP, Column("equal to baseline", equality, right=False))
-TITLES = {"greedy": "Greedy (temperature 0)", "sampled": "Sampled (temperature {temp:g}, exact acceptance)"}
+TITLES = {"greedy": "Greedy (temperature 0)", "sampled": "Sampled (temperature {temp:g}, {drafts} drafts, exact acceptance)"}
 
 
 def aligned(columns: Sequence[Column], rows: Sequence[Row], *, group: str | None = None) -> str:
@@ -167,7 +167,7 @@ def _mode_table(results: Results, mode: str, form: str) -> str:
     if not rows:
         return ""
     columns = GREEDY if mode == "greedy" else SWEEP
-    title = TITLES[mode].format(temp=results.store.plan.temp)
+    title = TITLES[mode].format(temp=results.store.plan.temp, drafts=results.store.plan.drafts)
     marked = any(r.get("marked") for r in rows)
     note = "* more than 0.3 of the text repeats itself, and repeats are accepted: left out of conclusions\n"
     if form == "md":

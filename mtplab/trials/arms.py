@@ -76,12 +76,13 @@ class Session:
         clock: Clock | None = None,
         history: str = "verified",
         prime: bool = True,
+        drafts: str = "sampled",
         costs_ns: dict[int, float] | None = None,
     ):
         if arm.needs_head and loaded.head is None:
             raise RequestError(f"arm {arm.name} needs an MTP head and {loaded.folder.name} was loaded without one")
         self.loaded, self.arm, self.clock = loaded, arm, clock or MonotonicClock()
-        self.history, self.prime = history, prime
+        self.history, self.prime, self.drafts = history, prime, drafts
         adaptive = arm.name == "adaptive"
         self.policy = AdaptiveDepth(ADAPTIVE_DEPTH, costs_ns) if adaptive else FixedDepth(arm.depth or 0)
         self.cache = None
@@ -97,6 +98,7 @@ class Session:
             "depth": self.arm.depth,
             "history": self.history if mtp else None,
             "prime": self.prime if mtp else None,
+            "drafts": self.drafts if mtp else None,
             "head": self.loaded.facts.get("head") if mtp else None,
         }
 
@@ -121,7 +123,9 @@ class Session:
     def _drafter(self, settings: Settings, request: int) -> Any:
         if self.arm.drafter == "mtp":
             draws = Draws(settings.seed, request)
-            return MTPDrafter(self.loaded.head, settings, draws, history=self.history, prime=self.prime)
+            return MTPDrafter(
+                self.loaded.head, settings, draws, history=self.history, prime=self.prime, drafts=self.drafts
+            )
         return NgramDrafter() if self.arm.drafter == "ngram" else None
 
     def _policy(self) -> DepthPolicy:

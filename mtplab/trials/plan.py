@@ -47,6 +47,7 @@ class Plan:
     dtype: str | None = None
     history: str = "verified"
     prime: bool = True
+    drafts: str = "sampled"  # under temperature: drawn from the head's distribution, or its first choice ("point")
     recursion: str | None = None  # these three override the head family's row where public codes differ
     hidden: str | None = None
     head_norms: str | None = None

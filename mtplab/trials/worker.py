@@ -120,7 +120,7 @@ def load(plan: Plan, names: Iterable[str]) -> Any:
 
 
 def arm_options(plan: Plan) -> dict[str, Any]:
-    return {"history": plan.history, "prime": plan.prime}
+    return {"history": plan.history, "prime": plan.prime, "drafts": plan.drafts}
 
 
 def settings(plan: Plan, mode: str, round_number: int) -> Any:

@@ -20,20 +20,35 @@ from mtplab.kernels.accept import draw
 from mtplab.models.heads import Head
 
 HISTORIES = ("verified", "drafted", "none")
+DRAFTS = ("sampled", "point")
 MAX_PENDING = 256  # rows kept back at depth 0 before they are absorbed without drafting
 
 
 class MTPDrafter:
     """`history`: after a verify, recompute the accepted rows from the trunk's hidden states ("verified"), keep the
-    rows as drafted ("drafted"), or start every draft from an empty head cache ("none")."""
+    rows as drafted ("drafted"), or start every draft from an empty head cache ("none"). `drafts`, under temperature:
+    draw from the head's distribution ("sampled": stands with the overlap of the two) or take its first choice, as many
+    engines do ("point": stands with the target's probability of it). Both are exact."""
 
-    def __init__(self, head: Head, settings: Settings, draws: Draws, *, history: str = "verified", prime: bool = True):
+    def __init__(
+        self,
+        head: Head,
+        settings: Settings,
+        draws: Draws,
+        *,
+        history: str = "verified",
+        prime: bool = True,
+        drafts: str = "sampled",
+    ):
+        if drafts not in DRAFTS:
+            raise RequestError(f"drafts {drafts!r} is not one of {', '.join(DRAFTS)}")
         if history not in HISTORIES:
             raise RequestError(f"history {history!r} is not one of {', '.join(HISTORIES)}")
         if history == "drafted" and len(head.layers) > 1:
             raise RequestError("history 'drafted' needs a head of one layer: deeper rows are in another layer's cache")
         self.head, self.settings, self.draws = head, settings, draws
         self.history, self.primed = history, prime
+        self.sampled = drafts == "sampled" and not settings.greedy
         self.begin([])
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -77,10 +92,10 @@ class MTPDrafter:
             if d < k:
                 state, normed = self.head.rows(token, state, self.cache, depth=d + 1)
         self.chained = k - 1
-        return Draft(mx.concatenate(picked), None if self.settings.greedy else mx.concatenate(dists))
+        return Draft(mx.concatenate(picked), mx.concatenate(dists) if self.sampled else None)
 
     def _pick(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array | None]:
-        if self.settings.greedy:
+        if not self.sampled:
             return greedy(logits), None
         p = probs(logits, self.settings)
         return draw(p[0], self.draws.uniform(position, "draft")), p
