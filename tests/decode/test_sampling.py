@@ -177,3 +177,19 @@ def test_point_drafts_under_temperature_are_not_always_accepted(load):
     drafter = ScriptedDrafter(future, [9], tiny.VOCAB)
     records = list(helpers.run_speculative(target, prompt, settings, drafter, 3))
     assert 0 < sum(r.accepted for r in records[1:]) + 1 < sum(r.proposed for r in records[1:])
+
+
+def test_point_drafts_of_a_head(load):
+    """`drafts="point"`: no distribution is handed on, the drafts are the head's first choices, counts reconcile."""
+    loaded, prompt, settings = load("mimo"), tiny.prompt(3, 9), Settings(max_tokens=40, temp=0.8)
+    point = MTPDrafter(loaded.head, settings, Draws(0, 0), drafts="point")
+    chosen = MTPDrafter(loaded.head, Settings(), Draws(0, 0))
+    for drafter in (point, chosen):
+        drafter.prime(mx.array(prompt[1:]), mx.ones((8, 32)))
+        drafter.observe([7], mx.ones((1, 32)), 0)
+    a, b = point.draft(3, 1), chosen.draft(3, 1)
+    assert a.kind == "point" and a.tokens.tolist() == b.tokens.tolist()
+    records = list(helpers.run_speculative(loaded.target, prompt, settings, point, 3))
+    assert 1 + sum(r.emitted for r in records[1:]) == 40
+    with pytest.raises(RequestError, match="'best' is not one of sampled, point"):
+        MTPDrafter(loaded.head, settings, Draws(0, 0), drafts="best")

@@ -48,7 +48,7 @@ def test_the_numbers_are_those_of_the_records(results):
 
 def test_two_tables_and_a_column_for_equality_in_the_greedy_one_only(results):
     text = tables.sweep(results, "table")
-    greedy, sampled = text.split("Sampled (temperature 0.8, exact acceptance)")
+    greedy, sampled = text.split("Sampled (temperature 0.8, sampled drafts, exact acceptance)")
     assert greedy.startswith("Greedy (temperature 0)")
     assert "equal to baseline" in greedy and "equal to baseline" not in sampled
     assert "0.58@3" in greedy and "@" in next(x for x in greedy.splitlines() if "adaptive" in x)
