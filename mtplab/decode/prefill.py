@@ -34,7 +34,10 @@ def check_prompt(prompt: Sequence[int], vocab: int | None = None) -> None:
         raise RequestError("the prompt is empty; give at least one token")
     bad = [t for t in prompt if t < 0 or (vocab is not None and t >= vocab)]
     if bad:
-        raise RequestError(f"prompt token {bad[0]} is not an id of this model's vocabulary")
+        raise RequestError(
+            f"prompt token {bad[0]} is not an id of this model's vocabulary"
+            + (f" of {vocab:,}; do the tokenizer's files belong to this model?" if vocab is not None else "")
+        )
 
 
 def prefill(
@@ -47,7 +50,7 @@ def prefill(
 ) -> Start:
     """Feed the prompt and choose the first token. `prime` gets (next tokens, hidden) of every chunk and returns
     the arrays to evaluate with it."""
-    check_prompt(prompt)
+    check_prompt(prompt, target.vocab)
     tokens, step, forwards = mx.array(list(prompt)), settings.prefill_step, 0
     for begin in range(0, len(prompt) - 1, step):
         end = min(begin + step, len(prompt) - 1)

@@ -40,18 +40,25 @@ class Agreement:
 
 
 def agreement(
-    target: Target, head: Head, tokens: Sequence[int], *, start: int = 0, depth: int = 3, temp: float = 1.0
+    target: Target,
+    head: Head,
+    tokens: Sequence[int],
+    *,
+    start: int = 0,
+    depth: int = 3,
+    temp: float = 1.0,
+    prime: bool = True,
 ) -> Agreement:
     """Head against target on `tokens`, for every row from `start` on, at depths 1..depth.
 
     Row t holds (hidden[t], token[t+1]); at depth d it is compared with the target's distribution at position t+d.
-    Both distributions are taken at `temp`.
+    Both distributions are taken at `temp`. The head's cache holds the rows before `start`, unless `prime` is off.
     """
     ids = mx.array(list(tokens))
     out = target.forward(ids, target.new_cache())
     wanted = mx.softmax(out.logits.astype(mx.float32) / temp, axis=-1, precise=True)
     cache, last = head.new_cache(), len(tokens) - 1
-    if start:
+    if start and prime:
         for i in range(len(head.layers)):
             head.rows(ids[1 : start + 1], out.hidden[:start], cache, depth=i + 1)
     result = Agreement([0] * depth, [0] * depth, [0.0] * depth)

@@ -114,6 +114,14 @@ class Target:
         return Output(logits[0], None if hidden is None else hidden[0])
 
     @property
+    def vocab(self) -> int | None:
+        """Rows of the embedding, the ids that may be fed: MLX reads past its end without a word. None: not found."""
+        names = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings")
+        found = next((m for n in names if (m := getattr(self.inner, n, None)) is not None), None)
+        weight = getattr(found, "weight", None)
+        return None if weight is None else weight.shape[0]
+
+    @property
     def embedding(self) -> nn.Module:
         found = getattr(self.inner, "embed_tokens", None)
         if found is None:

@@ -93,7 +93,7 @@ def _tables(results: Results) -> Iterable[tuple[str, str]]:
         rows = [r for r in results.rows if r["mode"] == mode]
         if rows:
             columns = tables.GREEDY if mode == "greedy" else tables.SWEEP
-            yield tables.TITLES[mode].format(temp=results.store.plan.temp), _table(columns, rows)
+            yield tables.heading(results, mode), _table(columns, rows)
 
 
 VERDICTS = {"faster": "up", "slower": "down"}

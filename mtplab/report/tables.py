@@ -93,7 +93,10 @@ SWEEP = (
     Column("loop_share", loops),
 )
 GREEDY = (*SWEEP, Column("equal to baseline", equality, right=False))
-TITLES = {"greedy": "Greedy (temperature 0)", "sampled": "Sampled (temperature {temp:g}, {drafts} drafts, exact acceptance)"}
+TITLES = {
+    "greedy": "Greedy (temperature 0)",
+    "sampled": "Sampled (temperature {temp:g}, {drafts} drafts, exact acceptance)",
+}
 
 
 def aligned(columns: Sequence[Column], rows: Sequence[Row], *, group: str | None = None) -> str:
@@ -162,12 +165,17 @@ def sweep(results: Results, form: str) -> str:
     return "\n".join(p for p in parts if p) + ("\n" + failures(results, form) if results.failed else "")
 
 
+def heading(results: Results, mode: str) -> str:
+    plan = results.store.plan
+    return TITLES[mode].format(temp=plan.temp, drafts=plan.drafts)
+
+
 def _mode_table(results: Results, mode: str, form: str) -> str:
     rows = [r for r in results.rows if r["mode"] == mode]
     if not rows:
         return ""
     columns = GREEDY if mode == "greedy" else SWEEP
-    title = TITLES[mode].format(temp=results.store.plan.temp, drafts=results.store.plan.drafts)
+    title = heading(results, mode)
     marked = any(r.get("marked") for r in rows)
     note = "* more than 0.3 of the text repeats itself, and repeats are accepted: left out of conclusions\n"
     if form == "md":

@@ -189,7 +189,7 @@ class _Bench:
     def __init__(self, loaded: Loaded, rows: int, max_depth: int):
         self.target, self.clock = loaded.target, MonotonicClock()
         self.cache, self.settings = self.target.new_cache(), Settings()
-        prompt = [2 + 7 * i % 97 for i in range(max(rows, max_depth + 1))]
+        prompt = [7 * i % min(97, self.target.vocab or 97) for i in range(max(rows, max_depth + 1))]
         ids = mx.array(prompt)
         out = self.target.forward(ids[:rows], self.cache)
         mx.eval(out.logits[-1:], out.hidden, self.cache.arrays())
@@ -218,7 +218,7 @@ class _Bench:
 
     def draft(self, k: int) -> int:
         began = self.clock.now_ns()
-        self.drafter.observe([5], self.hidden, 0)
+        self.drafter.observe([0], self.hidden, 0)
         mx.eval(self.drafter.draft(k, 0).tokens)
         return self.clock.now_ns() - began
 

@@ -24,6 +24,7 @@ import run as everything  # noqa: E402
 import smollm2  # noqa: E402
 
 from mtplab.errors import RequestError  # noqa: E402
+from mtplab.models.target import Target  # noqa: E402
 from mtplab.trials import arms  # noqa: E402
 
 SHORT = ["--rounds", "1", "--prompts", "1", "--prompt-tokens", "12", "--max-tokens", "10"]
@@ -204,6 +205,15 @@ def test_nan_becomes_null(capsys):
 
 
 # Pieces ------------------------------------------------------------------------------------------------------------
+
+
+def test_calibration_feeds_ids_of_the_vocabulary_only(load, monkeypatch):
+    fed, forward = [], Target.forward
+    monkeypatch.setattr(
+        Target, "forward", lambda self, ids, cache: fed.append(ids.tolist()) or forward(self, ids, cache)
+    )
+    arms.calibrate(load("mimo", build={"vocab_size": 61}), repeats=1, rows=120)
+    assert max(max(ids) for ids in fed) < 61
 
 
 def test_a_calibrated_pass_is_the_sum_of_its_parts(load):
