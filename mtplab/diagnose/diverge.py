@@ -25,7 +25,7 @@ from mtplab.diagnose.candidates import Around, Candidate, Parts, Tamper, begin, 
 from mtplab.diagnose.lane import Lane, Seen
 from mtplab.diagnose.reference import Reference
 from mtplab.diagnose.shadow import Shadow
-from mtplab.diagnose.verdict import SUSPECT, Evidence, Moved, Verdict, judge
+from mtplab.diagnose.verdict import SUSPECT, Evidence, Moved, Verdict, judge, module_at_fault
 from mtplab.errors import RequestError
 from mtplab.models.heads import Head
 from mtplab.models.target import Target
@@ -190,39 +190,45 @@ class Diagnoser:
         reference = self._reference(prompt.text, request)
         shadow = Shadow(self.target, prompt.text.tokens, self.settings)
         lane = self._lane(self.logged(candidate, prompt.text, request), reference, request, shadow=shadow)
+        found = Evidence(prompt.text.id, None, lane.seen)
         left = bool(prompt.lanes[candidate.name].leaves)
         while not lane.done and not (lane.seen.leaves if left else lane.next > until):
             self._step(lane)
-        leave = lane.seen.leaves[0] if lane.seen.leaves else None
-        found = Evidence(prompt.text.id, leave, lane.seen)
+            if not found.located and (lane.seen.rows_differ or lane.seen.state_rounded):
+                # Until this pass both had the same bits, so this very block makes the difference.
+                self._take_apart(found, reference, lane.wide)
+        found.leave = lane.seen.leaves[0] if lane.seen.leaves else None
         if (block := lane.left_at or lane.wide) is not None and block.valid:
-            found.replay_noise = self._replay(reference, block)
-        if lane.wide is not None and lane.wide.valid:
-            self._take_apart(found, reference, lane.wide, candidate)
+            widths = range(1, len(block.tokens) + 1)
+            found.replay_noise = {w: self._replay(reference, block, w) for w in widths}
+        if module_at_fault(found.modules) is None:
+            self._take_apart(found, reference, lane.wide)
         return found
 
-    def _replay(self, reference: Reference, block: Any) -> dict[int, float]:
-        """The block from the one-token state, at every width up to its own: largest distance from the baseline's rows."""
-        out, length = {}, len(reference.prompt) + block.position - 1
-        for width in range(1, len(block.tokens) + 1):
-            cache = reference.copy_at(length)
-            if cache is None:
-                break
-            valid = min(width, block.valid)
-            got = self.target.forward(mx.array(block.tokens[:width]), cache).logits[:valid].astype(mx.float32)
-            rows = mx.stack([reference.rows[block.position + j].logits for j in range(valid)]).astype(mx.float32)
-            out[width] = mx.abs(got - rows).max().item()
-        return out
+    def _replay(self, reference: Reference, block: Any, width: int) -> float:
+        """The block's first `width` rows from the one-token state: their largest distance from the baseline's rows."""
+        cache = reference.copy_at(len(reference.prompt) + block.position - 1)
+        if cache is None:
+            return 0.0
+        valid = min(width, block.valid)
+        got = self.target.forward(mx.array(block.tokens[:width]), cache).logits[:valid].astype(mx.float32)
+        rows = mx.stack([reference.rows[block.position + j].logits for j in range(valid)]).astype(mx.float32)
+        return mx.abs(got - rows).max().item()
 
-    def _take_apart(self, found: Evidence, reference: Reference, block: Any, candidate: Candidate) -> None:
-        if self.locate is None:
+    def _take_apart(self, found: Evidence, reference: Reference, block: Any) -> None:
+        """Every module of the block at once against row by row. What the first block shows stays, but for a fault."""
+        if self.locate is None or block is None or len(block.tokens) < 2:
             return
-        prefix = reference.context(block.position - 1)
-        location = self.locate(self.target, prefix, block.tokens)
-        found.located, found.first_module = True, location.first_module
-        found.modules = [
-            Moved(m.path, m.kind, m.relative, m.ulp_max) for m in location.modules if not m.equal
-        ]
+        cache = reference.copy_at(len(reference.prompt) + block.position - 1)
+        if cache is None:
+            return
+        location = self.locate(self.target, reference.context(block.position - 1), block.tokens, cache=cache)
+        wide = reference.rows[max(reference.rows)].logits.dtype == mx.float32
+        modules = [Moved(m.path, m.kind, m.relative, m.ulp_max, m.made, wide) for m in location.modules if not m.equal]
+        found.located = True
+        if not found.modules or module_at_fault(modules) is not None:
+            found.modules, found.first_module = modules, location.first_module
+            found.by_layer = location.by_layer()
 
     def _borrow(self, arm: str, out: Diagnosis) -> None:
         """Prompts without a second look share the verdict of those with one, if nothing but their gap could differ."""

@@ -313,7 +313,9 @@ class Lane:
             return
         self.seen.state_rounded += 1
         if (bad := next((d for d in found if d.part == "length" or d.rows), None)) is not None:
-            text = f"holds {abs(bad.rows)} row{'s' if abs(bad.rows) != 1 else ''} too {'many' if bad.rows > 0 else 'few'}"
+            count, off = abs(bad.rows), len({d.layer for d in found if d.part == "length"})
+            text = f"holds {count} row{'s' if count != 1 else ''} too {'many' if bad.rows > 0 else 'few'}"
+            text += f" (as do {off - 1} more layers)" if off > 1 else ""
             self._fault("state", at[0], text, layer=bad.layer)
         if self.seen.first_rounded is None:
             self.seen.first_rounded = (*at, found[0].layer)

@@ -5,7 +5,8 @@ Arms run beside it and are compared row by row, so nothing grows with the length
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,21 @@ class Watched:
 
     def forward(self, tokens: mx.array, cache: Cache) -> Output:
         return self._see(tokens, cache, self._target.forward(tokens, cache))
+
+
+@contextmanager
+def aside(target: Target) -> Iterator[None]:
+    """A pass of this target while an arm's transaction is open: its tape must not take the inputs for the arm's."""
+    tape = target.tape
+    if tape is None:
+        yield
+        return
+    kept = tape.calls, tape.recording
+    tape.calls, tape.recording = {}, False
+    try:
+        yield
+    finally:
+        tape.calls, tape.recording = kept
 
 
 @dataclass(slots=True)
@@ -129,7 +145,8 @@ class Reference:
     def reach(self, position: int) -> bool:
         """Go on until the token at `position` is known; False if the text ends before it."""
         while len(self.tokens) <= position and self.cut is None:
-            record = next(self._stream, None)
+            with aside(self.target):
+                record = next(self._stream, None)
             if record is None:
                 self.cut = self.cut or "cap"
                 break

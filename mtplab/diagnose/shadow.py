@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from mtplab.decode.settings import Settings
 from mtplab.diagnose import state
+from mtplab.diagnose.reference import aside
 from mtplab.models.cache import Cache, flatten, kind
 from mtplab.models.tap import tap, untap
 from mtplab.models.target import Target
@@ -37,11 +38,12 @@ class Shadow:
         """One block, of which the first `keep` rows stay. Returns the block's logits [M, V]."""
         before, length = [leaf for _, leaf in state.leaves(self.cache)], self.cache.length
         saved, rows = [state.clone(leaf) for leaf in before], len(tokens)
-        with _Inputs(self.target) as inputs:
-            out = self.target.forward(mx.array(list(tokens)), self.cache)
-            mx.eval(out.logits, self.cache.arrays())
-        if rows > 1:
-            self._forget(saved, rows, keep, inputs)
+        with aside(self.target):
+            with _Inputs(self.target) as inputs:
+                out = self.target.forward(mx.array(list(tokens)), self.cache)
+                mx.eval(out.logits, self.cache.arrays())
+            if rows > 1:
+                self._forget(saved, rows, keep, inputs)
         self.cache.length = length + keep
         mx.eval(self.cache.arrays())
         return out.logits

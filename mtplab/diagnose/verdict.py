@@ -16,6 +16,9 @@ from mtplab.diagnose.lane import Fault, Leave, Seen
 VERDICTS = ("logic", "unknown", "numeric", "length", "equal")  # the gravest first
 SUSPECT = 2.0**-5  # of a state's row, or of a module's output: what rounding alone is not expected to move
 JUMP = 8.0  # a module at fault is so many times further off than everything before it
+# The core of an attention or a recurrent mixer in float32 sums a few hundred rows: what is exact before it cannot come
+# out further off than this, not even with 10-bit products.
+CORE_SUSPECT, CORE_JUMP = 2.0**-8, 256.0
 WINDOW = 2.0  # gap <= WINDOW x noise
 
 
@@ -26,7 +29,14 @@ class Moved:
     path: str
     kind: str
     relative: float
-    ulps: float | None = None
+    ulps: int = 0
+    made: bool = True  # its own input had the same bits
+    wide: bool = True  # computed in float32
+
+    @property
+    def culprit(self) -> str:
+        """The module itself, or the one around it where the difference comes from between its parts (an attention)."""
+        return self.path if self.made or "." not in self.path else self.path.rsplit(".", 1)[0]
 
 
 @dataclass(slots=True)
@@ -39,6 +49,7 @@ class Evidence:
     replay_noise: dict[int, float] = field(default_factory=dict)  # width -> noise from the one-token state
     modules: list[Moved] = field(default_factory=list)
     located: bool = False
+    by_layer: list[dict[str, Any]] = field(default_factory=list)  # growth of the difference
     first_module: str | None = None
     explained_by: list[str] = field(default_factory=list)
     explained: tuple[int, int] | None = None  # of how many
@@ -78,6 +89,9 @@ def module_at_fault(modules: Sequence[Moved]) -> Moved | None:
     for m in modules:
         if m.relative > SUSPECT and m.relative > JUMP * before:
             return m
+        core = m.wide and (not m.made or m.kind in ("attention", "recurrent mixer"))
+        if core and m.relative > CORE_SUSPECT and m.relative > CORE_JUMP * before:
+            return m
         before = max(before, m.relative)
     return None
 
@@ -91,8 +105,8 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
     if not reproducible and (seen.leaves or seen.rows_differ):
         return Verdict("unknown", "the baseline does not repeat itself, so no difference from it can be explained")
     if evidence is not None and (bad := module_at_fault(evidence.modules)) is not None:
-        why = f"{bad.path} gives a block rows that are {bad.relative:.2g} of themselves away from the same rows"
-        return Verdict("logic", f"{why} one by one, from one identical state: no rounding is that large", module=bad.path,
+        why = f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from the same rows"
+        return Verdict("logic", f"{why} one by one, from one identical state: no rounding is that large", module=bad.culprit,
                        position=evidence.leave.position if evidence.leave else None, kind="block")  # fmt: skip
     if seen.leaves:
         return _leaves(seen, evidence)
@@ -103,7 +117,7 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
 
 def _first(faults: Sequence[Fault]) -> Fault:
     # What is wrong in a layer's state is nearer to the cause than what the loop then does with it.
-    order = ("prefill", "state", "head", "rows", "fed", "selection", "acceptance", "logits", "length")
+    order = ("state", "head", "rows", "prefill", "fed", "selection", "acceptance", "logits")
     earliest = min(f.verify for f in faults)
     return min((f for f in faults if f.verify <= earliest + 1), key=lambda f: order.index(f.kind))
 
