@@ -65,7 +65,17 @@ class Diagnosis:
     evidence: dict[str, list[Evidence]] = field(default_factory=dict)
     reproducible: bool = True
     simulated: str | None = None
-    paths: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)  # of the layers
+    dtype: str = "float32"  # of the logits
+    has_window: bool = False
+
+    def sorted_margins(self) -> list[float]:
+        """The baseline's top-2 gaps at every position, in order."""
+        if self._sorted is None:
+            self._sorted = sorted(m for p in self.prompts for m in p.margins)
+        return self._sorted
+
+    _sorted: list[float] | None = None
 
 
 class Diagnoser:
@@ -92,14 +102,17 @@ class Diagnoser:
         self.stops = stops or (lambda: Stops(settings))
         self.clock, self.tamper, self.around, self.say = clock or MonotonicClock(), tamper, around, say
         self.locate, self.explain = locate, explain
-        self.paths = state.layer_paths(target)
+        self.paths, self.dtype = state.layer_paths(target), "float32"
 
     def run(self, texts: Sequence[Text], candidates: Sequence[Candidate], simulated: str | None = None) -> Diagnosis:
         """Both runs over all prompts."""
         check_texts(texts)
         found = [self._compare(i, text, candidates) for i, text in enumerate(texts)]
         steady = not any(p.lanes[AGAIN].rows_differ or p.lanes[AGAIN].leaves for p in found)
-        out = Diagnosis(found, tuple(c.name for c in candidates), {}, {}, steady, simulated, self.paths)
+        window = any("window" in kinds for kinds in self.target.cache_kinds)
+        out = Diagnosis(
+            found, tuple(c.name for c in candidates), {}, {}, steady, simulated, self.paths, self.dtype, window
+        )
         for candidate in candidates:
             closer = self._closer(candidate, out)
             out.evidence[candidate.name] = [e for e in closer.values()]
@@ -148,6 +161,7 @@ class Diagnoser:
         while waiting := [lane for lane in lanes if not lane.done]:
             self._step(min(waiting, key=lambda lane: lane.next))
         reference.finish()
+        self.dtype = str(reference.rows[max(reference.rows)].logits.dtype).removeprefix("mlx.core.")
         self.say(f"{text.id}: {len(reference.tokens)} tokens")
         return OnPrompt(text, reference.tokens, reference.cut, reference.margins, {x.name: x.seen for x in lanes})
 
@@ -228,7 +242,7 @@ class Diagnoser:
         found.located = True
         if not found.modules or module_at_fault(modules) is not None:
             found.modules, found.first_module = modules, location.first_module
-            found.by_layer = location.by_layer()
+            found.by_layer, found.by_kind = location.by_layer(), location.by_kind()
 
     def _borrow(self, arm: str, out: Diagnosis) -> None:
         """Prompts without a second look share the verdict of those with one, if nothing but their gap could differ."""

@@ -50,6 +50,7 @@ class Evidence:
     modules: list[Moved] = field(default_factory=list)
     located: bool = False
     by_layer: list[dict[str, Any]] = field(default_factory=list)  # growth of the difference
+    by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
     first_module: str | None = None
     explained_by: list[str] = field(default_factory=list)
     explained: tuple[int, int] | None = None  # of how many
