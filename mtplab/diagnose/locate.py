@@ -35,6 +35,7 @@ class ModuleDiff:
     differ: int = 0
     elements: int = 0
     made: bool = False  # differs although its input had the same bits
+    relative: float = 0.0  # |difference| / |output| of the row that is furthest off
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,4 +199,5 @@ def _merge(path: str, kind: str, rows: Sequence[tuple[int, watch.Difference, boo
         sum(d.differ for d in found),
         sum(d.elements for d in found),
         bool(bad) and bad[0][1],
+        max(d.relative for d in found),
     )

@@ -33,6 +33,7 @@ class Difference:
     differ: int
     ulp_max: int
     abs_max: float
+    relative: float = 0.0  # |a - b| / |b|, as whole arrays
 
 
 def difference(a: mx.array, b: mx.array) -> Difference:
@@ -43,12 +44,13 @@ def difference(a: mx.array, b: mx.array) -> Difference:
         return Difference(True, 0, 0, 0, 0.0)
     if not mx.issubdtype(a.dtype, mx.floating):
         differ = mx.sum(a != b).item()
-        return Difference(differ == 0, a.size, differ, 0, float(differ > 0))
+        return Difference(differ == 0, a.size, differ, 0, float(differ > 0), float(differ > 0))
     differ = mx.sum(bits(a) != bits(b))
     steps = mx.max(mx.abs(ordered(a) - ordered(b)))
-    gap = mx.max(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)))
-    mx.eval(differ, steps, gap)
-    return Difference(differ.item() == 0, a.size, differ.item(), steps.item(), gap.item())
+    apart, size = a.astype(mx.float32) - b.astype(mx.float32), b.astype(mx.float32)
+    gap, share = mx.max(mx.abs(apart)), mx.sqrt((apart * apart).sum() / ((size * size).sum() + 1e-30))
+    mx.eval(differ, steps, gap, share)
+    return Difference(differ.item() == 0, a.size, differ.item(), steps.item(), gap.item(), share.item())
 
 
 def bits(a: mx.array) -> mx.array:
@@ -126,7 +128,7 @@ def _has_modules(module: nn.Module) -> bool:
 
 def first_array(value: Any) -> mx.array | None:
     if isinstance(value, mx.array):
-        return value
+        return mx.array(value)  # a model may go on with `h *= ...`, which changes the object that was seen
     if isinstance(value, (tuple, list)):
         return next((a for v in value if (a := first_array(v)) is not None), None)
     return None
