@@ -96,7 +96,9 @@ class ScriptedText:
         return Draft(mx.array(ahead))
 
 
-def make_drafter(candidate: Candidate, head: Head | None, settings: Settings, reference: Reference, request: int) -> Any:
+def make_drafter(
+    candidate: Candidate, head: Head | None, settings: Settings, reference: Reference, request: int
+) -> Any:
     if candidate.drafter == "mtp":
         if head is None:
             raise RequestError(f"arm {candidate.name} needs an MTP head and the model was loaded without one")

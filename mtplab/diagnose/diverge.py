@@ -7,6 +7,8 @@ block is taken apart module by module (`locate`), and a set of modules is looked
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +22,10 @@ from mtplab.decode.selection import Draws
 from mtplab.decode.settings import Settings
 from mtplab.decode.speculative import speculative
 from mtplab.decode.stopping import Stops
+from mtplab.decode.verify import units
 from mtplab.diagnose import state
 from mtplab.diagnose.candidates import Around, Candidate, Parts, Tamper, begin, make_drafter, make_policy, nothing
+from mtplab.diagnose.intervene import Case, Explained
 from mtplab.diagnose.lane import Lane, Seen
 from mtplab.diagnose.reference import Reference
 from mtplab.diagnose.shadow import Shadow
@@ -33,6 +37,7 @@ from mtplab.records.types import Verify
 
 AGAIN = "baseline"  # the baseline a second time: is it reproducible?
 CLOSER = 2  # prompts of an arm that get a second look
+EXPLAINED = 8  # divergences that the modules are sought for
 Locate = Callable[[Target, Sequence[int], Sequence[int]], Any]
 
 
@@ -67,6 +72,7 @@ class Diagnosis:
     simulated: str | None = None
     paths: list[str] = field(default_factory=list)  # of the layers
     dtype: str = "float32"  # of the logits
+    explained: Explained | None = None
     has_window: bool = False
 
     def sorted_margins(self) -> list[float]:
@@ -115,14 +121,13 @@ class Diagnoser:
         )
         for candidate in candidates:
             closer = self._closer(candidate, out)
-            out.evidence[candidate.name] = [e for e in closer.values()]
+            out.evidence[candidate.name] = list(closer.values())
             out.verdicts[candidate.name] = {
-                p.text.id: judge(
-                    p.lanes[candidate.name], closer.get(p.text.id), reproducible=steady, paths=self.paths
-                )
+                p.text.id: judge(p.lanes[candidate.name], closer.get(p.text.id), reproducible=steady, paths=self.paths)
                 for p in found
             }
             self._borrow(candidate.name, out)
+        self._intervene(out)
         return out
 
     def _reference(self, text: Text, request: int) -> Reference:
@@ -187,6 +192,7 @@ class Diagnoser:
             until = place(prompt.lanes[candidate.name])
             if until is not None:
                 looks[number] = until
+
         # Places where the arm leaves first, then the largest difference of a state.
         def rank(number: int) -> tuple:
             seen = out.prompts[number].lanes[candidate.name]
@@ -244,6 +250,23 @@ class Diagnoser:
             found.modules, found.first_module = modules, location.first_module
             found.by_layer, found.by_kind = location.by_layer(), location.by_kind()
 
+    def _intervene(self, out: Diagnosis) -> None:
+        """The smallest set of modules that, run row by row, makes the numeric divergences go away."""
+        if self.explain is None:
+            return
+        by_arm = [cases(out, arm) for arm in out.arms]
+        # Some of every arm: a search over all of them would take longer than everything before it.
+        chosen = [c for turn in itertools.zip_longest(*by_arm) for c in turn if c is not None][:EXPLAINED]
+        if not chosen:
+            return
+        differ = [m for es in out.evidence.values() for e in es for m in e.modules]
+        names = {m.path for m in differ if m.made} | {m.culprit for m in differ if not m.made}
+        some = [u for u in units(self.target) if u.path in names]
+        self.say(f"which modules explain {len(chosen)} divergences?")
+        out.explained = self.explain(self.target, chosen, some or None)
+        if some and not out.explained.by:
+            out.explained = self.explain(self.target, chosen, None)
+
     def _borrow(self, arm: str, out: Diagnosis) -> None:
         """Prompts without a second look share the verdict of those with one, if nothing but their gap could differ."""
         looked = {e.prompt for e in out.evidence[arm]}
@@ -256,6 +279,22 @@ class Diagnoser:
             if verdict.verdict == "unknown" and seen.leaves and seen.leaves[0].gap <= 2 * noise:
                 reason = f"gap {seen.leaves[0].gap:.3g} <= 2 x noise {noise:.3g}, as measured on another prompt"
                 out.verdicts[arm][prompt.text.id] = Verdict("numeric", reason, position=seen.leaves[0].position)
+
+
+def cases(out: Diagnosis, arm: str) -> list[Case]:
+    """The numeric divergences of an arm, each as its passes up to the one that leaves."""
+    found = []
+    for prompt in out.prompts:
+        if out.verdicts[arm][prompt.text.id].verdict != "numeric":
+            continue
+        seen = prompt.lanes[arm]
+        ends = list(itertools.accumulate((kept for _, kept in seen.passes), initial=1))
+        for leave in seen.leaves:
+            number = bisect.bisect_right(ends, leave.position)
+            if leave.position > 0 and number <= len(seen.passes):
+                passes = tuple(seen.passes[:number])
+                found.append(Case(prompt.text.tokens, tuple(prompt.tokens), passes, leave.position))
+    return found
 
 
 def place(seen: Seen) -> int | None:
@@ -274,6 +313,6 @@ def check_texts(texts: Sequence[Text]) -> None:
         if len(text.tokens) < 2:
             count = len(text.tokens)
             raise RequestError(
-                f"prompt {text.id!r} has {count} token{'' if count == 1 else 's'}; diverge needs two or more, since the "
-                "comparison begins from a state that a prefill has left"
+                f"prompt {text.id!r} has {count} token{'' if count == 1 else 's'}; diverge needs two or more, "
+                "since the comparison begins from a state that a prefill has left"
             )

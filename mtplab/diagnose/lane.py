@@ -24,7 +24,6 @@ from mtplab.models.cache import Cache
 from mtplab.models.target import Output
 from mtplab.records.types import Prefill, Verify
 
-
 WRONG_ROW = 2.0**-5  # of itself: a head's cache row that is off by more is another row
 BESIDE = 4.0  # an arm may be so many times as far from its shadow as the shadow is from the baseline
 
@@ -76,6 +75,7 @@ class Seen:
     accepted: Counter = field(default_factory=Counter)  # (proposed, accepted) -> passes
     second_rejects: int = 0  # passes that rejected right after a pass that rejected
     wrapped: bool = False  # a sliding window was full
+    passes: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # (drafts, tokens kept) of every pass
     head_audited: int = 0
     # with a shadow only
     shadow_rows: int = 0  # rows compared with the shadow
@@ -97,9 +97,9 @@ class _Block:
 class Lane:
     """See the module. `step` runs one pass; `parts.target` must be the plain target (it is watched here)."""
 
-    def __init__(self, name: str, reference: Reference, parts: Any, *, shadow: Shadow | None = None, audit: bool = True):
+    def __init__(self, name: str, reference: Reference, parts: Any, *, shadow: Shadow | None = None):
         self.name, self.reference, self.parts, self.shadow = name, reference, parts, shadow
-        self.audit, self.seen, self.verify, self.done = audit, Seen(), -1, False
+        self.seen, self.verify, self.done = Seen(), -1, False
         self.next = self.emitted = 0  # position of the next row to compute; tokens handed on
         self.started, self.fed, self.rejected = False, 0, False
         self.block: _Block | None = None  # the last block fed, the last one of several rows, and where the arm left
@@ -234,6 +234,7 @@ class Lane:
     def _passed(self, record: Verify) -> None:
         self.verify, self.emitted = record.index, record.position + record.emitted
         block, at, emitted = self.block, record.position, record.emitted_tokens
+        self.seen.passes.append((record.drafts, record.emitted))
         if record.proposed:
             self.next = at + record.emitted
             self._count(record)
@@ -277,8 +278,6 @@ class Lane:
     # -- the state it left -----------------------------------------------------------------------------------------
 
     def _audit(self, cut: str | None) -> None:
-        if not self.audit:
-            return
         length, cache = len(self.reference.prompt) + self.next - 1, self.parts.cache
         got, at = state.leaves(cache), (self.next - 1, self.verify)
         self.seen.wrapped |= any(getattr(x, "max_size", length) < length for _, x in got)

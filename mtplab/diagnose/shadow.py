@@ -17,7 +17,7 @@ import mlx.core as mx
 from mtplab.decode.settings import Settings
 from mtplab.diagnose import state
 from mtplab.diagnose.reference import aside
-from mtplab.models.cache import Cache, flatten, kind
+from mtplab.models.cache import flatten, kind
 from mtplab.models.tap import tap, untap
 from mtplab.models.target import Target
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mtplab.diagnose.diverge import AGAIN, Diagnosis
 from mtplab.diagnose.lane import Leave, Seen
-from mtplab.diagnose.verdict import Evidence, Verdict, gravest
+from mtplab.diagnose.verdict import VERDICTS, Evidence, Verdict, gravest
 from mtplab.records.metrics import divergence_per_1k
 from mtplab.records.statistics import kaplan_meier
 
@@ -54,14 +54,14 @@ def document(found: Diagnosis) -> dict[str, Any]:
         "schema": SCHEMA,
         "verdict": verdict,
         "reason": grave["reason"] if grave else "nothing was compared",
-        "first_divergence": min((a["first_divergence"] for a in arms if a["first_divergence"] is not None), default=None),
+        "first_divergence": least(a["first_divergence"] for a in arms),
         "compared": sum(a["compared"] for a in arms),
         "gap": main.leave.gap if main and main.leave else None,
         "noise": main.noise if main else None,
         "noise_by_width": {str(w): n for w, n in main.replay_noise.items()} if main else {},
         "first_module": next((a["first_module"] for a in arms if a["first_module"]), None),
-        "explained_by": list(dict.fromkeys(n for a in arms for n in a["explained_by"])),
-        "explained": next((a["explained"] for a in arms if a["explained"]), None),
+        "explained_by": list(found.explained.by) if found.explained else [],
+        "explained": explained_row(found),
         "controls": controls(found),
         "state": state_row([s for n in found.arms for s in lanes(found, n)], found, list(found.arms)),
         "looked": looked(found),
@@ -77,13 +77,23 @@ def document(found: Diagnosis) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def explained_row(found: Diagnosis) -> dict[str, Any] | None:
+    """What the intervention found, without the list of everything it tried."""
+    if found.explained is None:
+        return None
+    return {k: v for k, v in found.explained.to_json().items() if k != "tried"} | {"sentence": found.explained.sentence}
+
+
 def lanes(found: Diagnosis, arm: str) -> list[Seen]:
     return [p.lanes[arm] for p in found.prompts]
 
 
 def leading(found: Diagnosis) -> Evidence | None:
     """The evidence that the first block speaks of: of the gravest arm, with a divergence if there is one."""
-    order = sorted(found.arms, key=lambda a: ("logic", "unknown", "numeric", "length", "equal").index(arm_verdict(a, found).verdict))
+    order = sorted(
+        found.arms,
+        key=lambda a: VERDICTS.index(arm_verdict(a, found).verdict),
+    )
     every = [e for a in order for e in found.evidence.get(a, [])]
     return next((e for e in every if e.leave is not None), every[0] if every else None)
 
@@ -110,6 +120,7 @@ def arm_row(arm: str, found: Diagnosis) -> dict[str, Any]:
     with_leave = next((e for e in evidence if e.leave is not None), None)
     main = with_leave or (evidence[0] if evidence else None)
     same = [i for i, _ in indices if i is not None]
+    positions, compared = [[x.position for x in s.leaves] for s in seen], [s.compared for s in seen]
     if verdict.verdict == "equal":
         verdict_text = f"equal through {min((n for _, n in indices), default=0)} tokens over {len(seen)} prompts"
     else:
@@ -122,24 +133,27 @@ def arm_row(arm: str, found: Diagnosis) -> dict[str, Any]:
         "prompts_left": len(same),
         "first_divergence": min(same, default=None),
         "equal_through": min((n if i is None else i for i, n in indices), default=0),
-        "compared": sum(s.compared for s in seen),
-        "divergence_per_1k": divergence_per_1k([[x.position for x in s.leaves] for s in seen], [s.compared for s in seen]),
+        "compared": sum(compared),
+        "divergence_per_1k": divergence_per_1k(positions, compared),
         "gap": with_leave.leave.gap if with_leave else None,
         "noise": main.noise if main else None,
         "first_module": verdict.module or (main.first_module if main else None),
         "module_at_fault": verdict.module if verdict.verdict == "logic" else None,
         "layer": layer_name(verdict, found),
         "first_bad_verify": verdict.verify if verdict.verdict == "logic" else None,
-        "explained_by": main.explained_by if main else [],
-        "explained": list(main.explained) if main and main.explained else None,
         "curve": [[s.index, s.survival] for s in kaplan_meier(indices)],
         "state": state_row(seen, found, [arm]),
-        "by_prompt": {
-            p.text.id: {"verdict": v.verdict, "first_divergence": first_index(p.lanes[arm]), "compared": p.lanes[arm].compared}
-            for p in found.prompts for v in [found.verdicts[arm][p.text.id]]
-        },
+        "by_prompt": {p.text.id: prompt_row(found.verdicts[arm][p.text.id], p.lanes[arm]) for p in found.prompts},
         "divergences": [leave_row(arm, p.text.id, x, found) for p in found.prompts for x in p.lanes[arm].leaves],
     }  # fmt: skip
+
+
+def least(values: Iterable[int | None]) -> int | None:
+    return min((v for v in values if v is not None), default=None)
+
+
+def prompt_row(verdict: Verdict, seen: Seen) -> dict[str, Any]:
+    return {"verdict": verdict.verdict, "first_divergence": first_index(seen), "compared": seen.compared}
 
 
 def leave_row(arm: str, prompt: str, leave: Leave, found: Diagnosis) -> dict[str, Any]:
@@ -160,15 +174,14 @@ def controls(found: Diagnosis) -> dict[str, Any]:
     """What must hold before a difference can be read: each true, false, or null where it was not run."""
     depth0 = [s for s in (p.lanes.get("depth0") for p in found.prompts) if s is not None]
     shadows = [e.seen for es in found.evidence.values() for e in es if e.seen.shadow_rows]
+    same = [s.shadow_row_diff == 0 and s.shadow_states == s.shadow_states_equal for s in shadows]
     ones = [e.replay_noise[1] for es in found.evidence.values() for e in es if 1 in e.replay_noise]
     return {
         "baseline_reproducible": found.reproducible,
         "depth0_equal": not any(s.rows_differ or s.faults for s in depth0) if depth0 else None,
         "one_row_equal": max(ones) == 0 if ones else None,
-        "equal_to_the_same_blocks": (
-            all(s.shadow_row_diff == 0 and s.shadow_states == s.shadow_states_equal for s in shadows) if shadows else None
-        ),
-        "index_by_arm": {a: min((i for s in lanes(found, a) if (i := first_index(s)) is not None), default=None) for a in found.arms},
+        "equal_to_the_same_blocks": all(same) if same else None,
+        "index_by_arm": {a: least(first_index(s) for s in lanes(found, a)) for a in found.arms},
         "index_moves_with_depth": moves(found),
     }  # fmt: skip
 
@@ -191,6 +204,10 @@ def state_row(seen: Sequence[Seen], found: Diagnosis, arms: Sequence[str]) -> di
            if v.verdict == "logic" and v.kind in ("state", "rows", "head")]  # fmt: skip
     verify, arm, prompt, verdict = min(bad, key=lambda b: b[0]) if bad else (None,) * 4
     shadows = [e.seen for a in arms for e in found.evidence.get(a, []) if e.seen.shadow_states]
+    first = None
+    if bad:
+        layer = layer_name(verdict, found)
+        first = {"arm": arm, "prompt": prompt, "verify": verify, "layer": layer, "what": verdict.reason}
     return {
         "audited": sum(s.state_equal + s.state_rounded for s in seen),
         "equal": sum(s.state_equal for s in seen),
@@ -201,8 +218,7 @@ def state_row(seen: Sequence[Seen], found: Diagnosis, arms: Sequence[str]) -> di
         "equal_to_the_same_blocks": sum(s.shadow_states_equal for s in shadows),
         "head_audited": sum(s.head_audited for s in seen),
         "clean": not bad,
-        "first_bad": {"arm": arm, "prompt": prompt, "verify": verify, "layer": layer_name(verdict, found), "what": verdict.reason}
-        if bad else None,
+        "first_bad": first,
     }  # fmt: skip
 
 

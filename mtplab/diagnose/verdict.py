@@ -52,8 +52,6 @@ class Evidence:
     by_layer: list[dict[str, Any]] = field(default_factory=list)  # growth of the difference
     by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
     first_module: str | None = None
-    explained_by: list[str] = field(default_factory=list)
-    explained: tuple[int, int] | None = None  # of how many
 
     @property
     def noise(self) -> float | None:
@@ -107,8 +105,9 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
         return Verdict("unknown", "the baseline does not repeat itself, so no difference from it can be explained")
     if evidence is not None and (bad := module_at_fault(evidence.modules)) is not None:
         why = f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from the same rows"
-        return Verdict("logic", f"{why} one by one, from one identical state: no rounding is that large", module=bad.culprit,
-                       position=evidence.leave.position if evidence.leave else None, kind="block")  # fmt: skip
+        reason = f"{why} one by one, from one identical state: no rounding is that large"
+        position = evidence.leave.position if evidence.leave else None
+        return Verdict("logic", reason, module=bad.culprit, position=position, kind="block")
     if seen.leaves:
         return _leaves(seen, evidence)
     if seen.end in ("short", "long"):
@@ -129,10 +128,8 @@ def _logic(fault: Fault, paths: Sequence[str]) -> Verdict:
         name = paths[fault.layer] if fault.layer < len(paths) else f"layers.{fault.layer}"
     when = "after the prefill" if fault.verify < 0 else f"at verify {fault.verify}"
     where = f"{name}: " if name else ""
-    return Verdict(
-        "logic", f"{where}{fault.text}, first {when}", fault.layer if name else None, None, fault.verify, fault.position,
-        fault.kind,
-    )  # fmt: skip
+    reason, layer = f"{where}{fault.text}, first {when}", fault.layer if name else None
+    return Verdict("logic", reason, layer, None, fault.verify, fault.position, fault.kind)
 
 
 def _leaves(seen: Seen, evidence: Evidence | None) -> Verdict:

@@ -279,7 +279,7 @@ def one_too_many(verdict: list[int], logits: mx.array) -> list[int]:
 
 def one_too_few(verdict: list[int], logits: mx.array) -> list[int]:
     """A right draft is thrown away and found again as the correction."""
-    accepted, token, *drafts = verdict
+    accepted, _, *drafts = verdict
     return [accepted - 1, drafts[accepted - 1], *drafts] if accepted else verdict
 
 

@@ -42,7 +42,7 @@ from mtplab.models.loader import Loaded, load_target
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import faults as f  # noqa: E402
+import faults as f
 
 SCRIPTED = Candidate("scripted3", "scripted", 3)
 DEPTH0 = Candidate("depth0", "none", 0)
@@ -94,15 +94,15 @@ LOGIC = [
     Case("roll-back skipped in layer 1", "llama", "logic", "*.layers.1", f.on_keep(L(9, layers=(1,)))),
     Case("off by one in layer 2", "mimo", "logic", "*.layers.2", f.on_keep(L(1, layers=(2,)))),
     Case("attention layer of a hybrid", "qwen3_5", "logic", "*.layers.3", f.on_keep(L(1))),
-    Case("quantized KV off by one", "llama", "logic", "*.layers.0", f.on_keep(L(1)), load={"kv_bits": 8, "kv_group_size": 32},
-         build={"head_dim": 32}),
+    Case("quantized KV off by one", "llama", "logic", "*.layers.0", f.on_keep(L(1)),
+         load={"kv_bits": 8, "kv_group_size": 32}, build={"head_dim": 32}),
     Case("old row overwritten in layer 1", "mimo", "logic", "*.layers.1", f.on_keep(f.old_row_overwritten(1))),
     Case("only after token 200", "llama", "logic", "*.layers.0", f.on_keep(L(1, when=late)), tokens=256),
     Case("only after 60 tokens", "gemma3_text", "logic", "*.layers.1", f.on_keep(L(1, when=wrapped)), tokens=96),
     Case("only on the second reject", "llama", "logic", "*.layers.0", f.on_keep(L(1, when=second))),
     Case("only on full acceptance", "llama", "logic", "*.layers.1", f.on_keep(full_drops_one)),
     Case("ring trimmed in silence", "gemma3_text", "logic", "*.layers.0", f.on_keep(f.ring_silent)),
-    Case("ring silent, window not full at first", "gemma3_text", "logic", "*.layers.0", f.on_keep(f.ring_silent), prompt=6),
+    Case("ring silent, not full at first", "gemma3_text", "logic", "*.layers.0", f.on_keep(f.ring_silent), prompt=6),
     Case("ring counted back only", "gemma3_text", "logic", "*.layers.0", f.on_keep(f.ring_counted_only)),
     Case("gated-delta state stale", "qwen3_5", "logic", "*.layers.0", f.on_keep(f.recurrent(f.stale))),
     Case("gated-delta not rolled back", "qwen3_5", "logic", "*.layers.0", f.on_keep(f.recurrent(f.not_rolled_back))),
@@ -111,7 +111,7 @@ LOGIC = [
     Case("EOS cut leaves the cache ahead", "llama", "logic", None, f.eos_ahead, eos=6),
     Case("head cache not trimmed", "mimo", "logic", None, f.drafter_with(_trim=f.no_trim), arms=(DEPTH0, HEAD)),
     Case("head cache of a hybrid not trimmed", "qwen3_5", "logic", None, f.drafter_with(_trim=f.no_trim), arms=(HEAD,)),
-    Case("head gets the wrong hidden rows", "mimo", "logic", None, f.drafter_with(observe=f.hidden_shifted), arms=(HEAD,)),
+    Case("head gets wrong hidden rows", "mimo", "logic", None, f.drafter_with(observe=f.hidden_shifted), arms=(HEAD,)),
     Case("head primed one token off", "mimo", "logic", None, f.drafter_with(prime=f.prime_shifted), arms=(HEAD,)),
     Case("head primed twice", "qwen3_5", "logic", None, f.drafter_with(prime=f.prime_twice), arms=(HEAD,)),
     Case("penalty keeps rejected tokens", "llama", "logic", None, f.penalty_keeps_rejected),
@@ -161,7 +161,7 @@ NUMERIC = [
     simulated("bf16 sums in one MLP", "mimo", "bf16acc:8@layers.2.mlp.*", "*.layers.2.mlp.*"),
     simulated("bf16 sums of an unembedding", "llama", "bf16acc:8@lm_head", "lm_head"),
     simulated("low precision everywhere", "llama", "lowp@*", Q),
-    simulated("low precision, layer 1 of a window model", "gemma3_text", "lowp@layers.1.*", "*.layers.1.self_attn.?_proj",
+    simulated("low precision in a window model", "gemma3_text", "lowp@layers.1.*", "*.layers.1.self_attn.?_proj",
               **WIDE),
     simulated("low precision in a hybrid", "qwen3_5", "lowp@mlp.*", "*.layers.0.mlp.*"),
     simulated("noise 1e-7", "llama", "noise:1e-7@layers.0.*", Q),
