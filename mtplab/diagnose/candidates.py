@@ -70,10 +70,14 @@ class ScriptedText:
 
     def __init__(self, reference: Reference, depth: int, vocab: int):
         self.reference, self.vocab = reference, vocab
+        self.script = self.script_of(depth)
+
+    @staticmethod
+    def script_of(depth: int) -> list[int]:
+        """Accepted counts, pass by pass. What breaks most often comes first: all, none, and one after the other."""
         pairs = itertools.product(range(depth, -1, -1), repeat=2)
-        # What breaks most often comes first: full acceptance, nothing at all, and one after the other.
         ends = sorted(pairs, key=lambda pair: not set(pair) <= {0, depth})
-        self.script = [n for pair in ends for n in pair]
+        return [n for pair in ends for n in pair]
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.drafts = 0
