@@ -109,10 +109,13 @@ def held(leaf: Any, length: int) -> int:
     return length if kind(leaf) == "state" else leaf.offset
 
 
-def compare(got: Sequence[tuple[int, Any]], want: Sequence[tuple[int, Any]], length: int) -> list[LeafDiff]:
+def compare(
+    got: Sequence[tuple[int, Any]], want: Sequence[tuple[int, Any]], length: int, *, measure: bool = True
+) -> list[LeafDiff]:
     """Every difference between two states that should hold the same `length` rows; [] if all bits are equal.
 
-    `want` may hold more rows in its plain KV (it is ahead); what it held after `length` rows is still in it.
+    `want` may hold more rows in its plain KV (it is ahead); what it held after `length` rows is still in it. Without
+    `measure` arrays that differ are listed with one element and no size.
     """
     pairs, found = [], []
     for (layer, a), (_, b) in zip(got, want, strict=True):
@@ -126,7 +129,8 @@ def compare(got: Sequence[tuple[int, Any]], want: Sequence[tuple[int, Any]], len
     pairs = [p for p in pairs if (p[0], p[1]) not in missing]
     same = [mx.array_equal(x, y) for _, _, x, y in pairs]
     mx.eval(same)
-    found += _measured([p for p, s in zip(pairs, same, strict=True) if not s.item()])
+    differ = [p for p, s in zip(pairs, same, strict=True) if not s.item()]
+    found += _measured(differ) if measure else [LeafDiff(layer, part, 0, 1, 0.0, 0.0) for layer, part, *_ in differ]
     return sorted(found, key=lambda d: d.layer)
 
 
