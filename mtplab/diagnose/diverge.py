@@ -117,8 +117,9 @@ class Diagnoser:
         steady = not any(p.lanes[AGAIN].rows_differ or p.lanes[AGAIN].leaves for p in found)
         window = any("window" in kinds for kinds in self.target.cache_kinds)
         out = Diagnosis(
-            found, tuple(c.name for c in candidates), {}, {}, steady, simulated, self.paths, self.dtype, window
-        )
+            found, tuple(c.name for c in candidates), {}, reproducible=steady, simulated=simulated, paths=self.paths,
+            dtype=self.dtype, has_window=window,
+        )  # fmt: skip
         for candidate in candidates:
             closer = self._closer(candidate, out)
             out.evidence[candidate.name] = list(closer.values())
