@@ -33,7 +33,7 @@ def test_the_last_line_is_one_document(checkpoints, text, capsys, tmp_path):
 
 
 def test_simulated_numerics_are_named_and_explained(checkpoints, text, capsys):
-    flags = ["--arm", "scripted3", "--simulate", "noise:5e-2@layers.1.mlp.down_proj", "-q", "-o", "json"]
+    flags = ["--arm", "scripted3", "--simulate", "noise:2e-2@layers.1.mlp.down_proj", "-q", "-o", "json"]
     assert main(["diverge", "--model", str(checkpoints("llama")), "--corpus", text, *SHORT, "-m", "60", *flags]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)

@@ -26,7 +26,7 @@ def found(load):
     texts = [Text("<b>p</b>", tuple(tiny.prompt(3, 20))), Text("q", tuple(tiny.prompt(4, 20)))]
     diagnoser = Diagnoser(loaded.target, settings=Settings(max_tokens=64), locate=locate)
     equal = document(diagnoser.run(texts, ARMS))
-    with numerics.simulate(loaded.target, "noise:3e-2@lm_head") as made:
+    with numerics.simulate(loaded.target, "noise:2e-2@layers.1.mlp.down_proj") as made:
         numeric = document(diagnoser.run(texts, ARMS, simulated=made.name))
     return equal, numeric
 
@@ -39,7 +39,7 @@ def test_equality_is_bounded(found):
 
 def test_the_evidence_is_printed_with_the_verdict(found):
     numeric = found[1]
-    assert numeric["verdict"] == "numeric" and numeric["first_module"] == "lm_head"
+    assert numeric["verdict"] == "numeric" and numeric["first_module"] == "model.layers.1.mlp.down_proj"
     text = divergence.render(numeric, "table")
     for part in (
         "numeric:",
