@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtplab import __version__
-from mtplab.cli import demo, diverge, doctor, generate, inspect, sweep
+from mtplab.cli import demo, diverge, doctor, generate, inspect, probe, sweep
 
 # Verbs in the order of the help text: the main job first.
 VERBS = {
@@ -15,6 +15,7 @@ VERBS = {
     "generate": generate.generate,
     "sweep": sweep.sweep,
     "diverge": diverge.diverge,
+    "probe": probe.probe,
     "inspect": inspect.inspect,
     "doctor": doctor.doctor,
 }

@@ -13,25 +13,19 @@ The loops know nothing of this: they call `forward` with a block inside `cache.a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from mtplab.backend.instances import override
-from mtplab.errors import ModelError, RequestError
+from mtplab.decode.settings import VERIFY
+from mtplab.errors import ModelError
 from mtplab.models.cache import Attempt, Cache, flatten
 from mtplab.models.static import counting, fixed_cache
 from mtplab.models.target import Output, Target
-
-MODES = ("batched", "rowwise", "fixed", "serial")
-
-
-def check_mode(mode: str) -> str:
-    if mode not in MODES:
-        raise RequestError(f"--verify {mode!r} is not one of {', '.join(MODES)}")
-    return mode
 
 
 class Batched:
@@ -55,7 +49,7 @@ class Batched:
 
     @property
     def equal_to(self) -> str:
-        return "ordinary one-token decoding where no operation cares for the number of rows (see mtplab probe)"
+        return VERIFY[self.mode]
 
     def effective(self) -> dict[str, Any]:
         """What a record holds about the way of verifying."""
@@ -83,10 +77,6 @@ class Serial(Batched):
                 attempt.wrote(layer)
         hidden = None if outs[0].hidden is None else mx.concatenate([o.hidden for o in outs])
         return Output(mx.concatenate([o.logits for o in outs]), hidden)
-
-    @property
-    def equal_to(self) -> str:
-        return "ordinary one-token decoding, bit for bit: every row is one"
 
 
 class Fixed(Batched):
@@ -117,10 +107,6 @@ class Fixed(Batched):
                 leaf.offset = before + real
         cache.length = before + real
         return Output(out.logits[:real], None if out.hidden is None else out.hidden[:real])
-
-    @property
-    def equal_to(self) -> str:
-        return f"every depth and the baseline at the same width of {self.width} rows; not ordinary one-token decoding"
 
     def effective(self) -> dict[str, Any]:
         return super().effective() | {"verify_width": self.width}
@@ -195,7 +181,7 @@ class Rowwise(Batched):
         super().__init__(target)
         self.units, self.checked = tuple(chosen), checked
         self.attempt: Attempt | None = None  # the attempt of the block that is running row by row
-        self.masks: list[tuple[Any, dict[str, Any]]] = []
+        self.masks: Masks = []
         modules = dict(target.model.named_modules())
         self.restore = [override(modules[u.path], self._call(u), u.method) for u in self.units]
 
@@ -213,78 +199,96 @@ class Rowwise(Batched):
         if cache.open is None or tokens.shape[0] == 1:
             return self.target.forward(tokens, cache)
         self.attempt, self.masks = cache.open, []
-        remember = [_MaskMemory(leaf, self.masks) for layer in cache.layers for leaf in flatten(layer)]
         try:
-            return self.target.forward(tokens, cache)
+            with remembered_masks(cache, self.masks):
+                return self.target.forward(tokens, cache)
         finally:
             self.attempt = None
-            for memory in remember:
-                memory.forget()
 
     def _call(self, unit: Unit) -> Callable[..., Any]:
         def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self.attempt is None:
                 return inner(*args, **kwargs)
-            rows = next(a.shape[1] for a in args if isinstance(a, mx.array))
-            if rows == 1:
-                return inner(*args, **kwargs)
-            return _join([self._one(inner, args, kwargs, r, rows) for r in range(rows)])
+            outs = []
+            for row in range(row_count(args)):
+                outs.append(one_row(inner, args, kwargs, row, self.masks))
+                if (cache := cache_of(args, kwargs)) is not None:
+                    self.attempt.wrote(cache)
+            return joined(outs)
 
         return call
 
-    def _one(self, inner: Callable[..., Any], args: tuple, kwargs: dict, row: int, rows: int) -> Any:
-        cache = next((a for a in (*args, *kwargs.values()) if _is_cache(a)), None)
-
-        def cut(value: Any) -> Any:
-            if isinstance(value, str):
-                return None  # "causal": a single row has nothing after it
-            if not isinstance(value, mx.array):
-                return value
-            made = next((options for mask, options in self.masks if mask is value), None)
-            if made is not None:
-                return flatten(cache)[0].make_mask(1, **made)
-            if value.ndim != 3 or value.shape[1] != rows:
-                raise ModelError(f"--verify rowwise cannot cut {list(value.shape)} into {rows} rows; use serial")
-            return value[:, row : row + 1]
-
-        out = inner(*(cut(a) for a in args), **{k: cut(v) for k, v in kwargs.items()})
-        if cache is not None:
-            self.attempt.wrote(cache)
-        return out
-
     @property
     def equal_to(self) -> str:
-        return "ordinary one-token decoding, bit for bit" + (f" ({self.checked})" if self.checked else "")
+        return VERIFY[self.mode] + (f" ({self.checked})" if self.checked else "")
 
     def effective(self) -> dict[str, Any]:
         return super().effective() | {"verify_rowwise": patterns(u.path for u in self.units)}
 
 
-def _join(rows: Sequence[Any]) -> Any:
+Masks = list[tuple[mx.array, dict[str, Any]]]  # a block's mask and what it was asked for with
+
+
+def row_count(args: tuple) -> int:
+    """Rows of the block that a unit was called with."""
+    return next(a.shape[1] for a in args if isinstance(a, mx.array))
+
+
+def cache_of(args: tuple, kwargs: dict) -> Any:
+    """The layer cache among a call's arguments, or None."""
+    return next((a for a in (*args, *kwargs.values()) if _is_cache(a)), None)
+
+
+def one_row(inner: Callable[..., Any], args: tuple, kwargs: dict, row: int, masks: Masks) -> Any:
+    """Call a unit with one row of what it was called with: [1, L, ...] cut to [1, 1, ...], the mask as the layer's
+    cache makes it for a single row now. ModelError for an argument that has no rows."""
+    rows, cache = row_count(args), cache_of(args, kwargs)
+    if rows == 1:
+        return inner(*args, **kwargs)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, str):
+            return None  # "causal": a single row has nothing after it
+        if not isinstance(value, mx.array):
+            return value
+        made = next((options for mask, options in masks if mask is value), None)
+        if made is not None:
+            return flatten(cache)[0].make_mask(1, **made)
+        if value.ndim != 3 or value.shape[1] != rows:
+            raise ModelError(f"a module takes {list(value.shape)}, which has no {rows} rows; use --verify serial")
+        return value[:, row : row + 1]
+
+    return inner(*(cut(a) for a in args), **{k: cut(v) for k, v in kwargs.items()})
+
+
+def joined(rows: Sequence[Any]) -> Any:
+    """The outputs of single rows as the block's."""
     if isinstance(rows[0], tuple):
         return tuple(mx.concatenate(parts, axis=1) for parts in zip(*rows, strict=True))
-    return mx.concatenate(rows, axis=1)
+    return mx.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
 
 
-class _MaskMemory:
-    """Remembers what a layer cache was asked to mask a block with, so that a row can be masked in the same manner."""
+@contextmanager
+def remembered_masks(cache: Cache, masks: Masks) -> Iterator[None]:
+    """Note what the layer caches are asked to mask a block with, so that a row can be masked in the same manner."""
+    leaves = [leaf for layer in cache.layers for leaf in flatten(layer) if hasattr(leaf, "make_mask")]
 
-    def __init__(self, leaf: Any, masks: list[tuple[Any, dict[str, Any]]]):
-        self.leaf = leaf
-        make = getattr(leaf, "make_mask", None)
-        if make is None:
-            return
-
-        def recorded(N: int, *args: Any, **kwargs: Any) -> Any:
+    def recorded(make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(N: int, *args: Any, **kwargs: Any) -> Any:
             mask = make(N, *args, **kwargs)
             if isinstance(mask, mx.array) and N > 1:
                 masks.append((mask, dict(zip(("window_size", "return_array"), args, strict=False)) | kwargs))
             return mask
 
-        leaf.make_mask = recorded
+        return call
 
-    def forget(self) -> None:
-        self.leaf.__dict__.pop("make_mask", None)
+    for leaf in leaves:
+        leaf.make_mask = recorded(leaf.make_mask)
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            leaf.__dict__.pop("make_mask", None)
 
 
 def patterns(paths: Iterable[str]) -> list[str]:

@@ -18,6 +18,8 @@ rotating cache and refuses recurrent state; both go through here instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -249,6 +251,16 @@ def _drop_tail(leaf: Any, n: int) -> None:
         leaf.keys, leaf.values = (_window(a, leaf.keep, start, end) for a in (leaf.keys, leaf.values))
         leaf.offset -= n
         leaf._idx = end - start
+
+
+@contextmanager
+def restored(layer: Any) -> Iterator[None]:
+    """One layer cache as it was before the `with` block, whatever rows were written into it, alone or at once."""
+    saved = [_save(leaf, True) for leaf in flatten(layer)]
+    try:
+        yield
+    finally:
+        _restore(layer, saved)
 
 
 def _window(a: mx.array, keep: int, start: int, end: int) -> mx.array:

@@ -46,8 +46,8 @@ def test_the_evidence_is_printed_with_the_verdict(found):
         "baseline run twice: the same",
         "depth0",
         "noise of the logits by rows at once",
-        "first module that computes other bits: lm_head",
-        "made, not measured: simulated: noise of 0.03",
+        "first module that computes other bits: model.layers.1.mlp.down_proj",
+        "made, not measured: simulated: noise of 0.02",
     ):
         assert part in " ".join(text.split()), part  # fmt: skip
     assert numeric["noise_by_width"]["1"] == 0 and numeric["gap"] <= 2 * numeric["noise"]
