@@ -7,8 +7,9 @@ called for the following pass before that one was observed.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -56,46 +57,60 @@ class PassCosts:
     """T(d), what a pass of depth d costs now, learned from passes of other depths too.
 
     T(d) = prior(d) * shape(d) * level. A machine that slows down slows every depth, so a time seen some passes ago is
-    compared with the level of then, not of now: `level` is the median of the last passes, each over its own
-    prior * shape; `shape(d)` is the median of the last times at d over prior(d) * level, the prior itself counting as
-    two of them. A step of depth 0 overlaps the next one, so that its own time says little: a run of them counts as
-    one time, its mean.
+    compared with the level of then, not of now: `level` is the median of the last passes, each over what its own depth
+    took before; `shape(d)` is the median of the last times at d over prior(d) * level, the prior itself counting as
+    eight of them, or as one where times after two visits say that it is `WRONG`. A step of depth 0 overlaps the next
+    one, so that its own time says little: each of a run counts as the run's mean.
     """
 
-    KEPT, LEVEL, RUN, PRIORS = 31, 15, 8, 2
+    KEPT, LEVEL, RUN, PRIORS = 31, 15, 8, 8
+    WRONG, BELIEVED = 1.25, 6  # a factor; the times it takes to believe in it
 
     def __init__(self, prior_ns: Mapping[int, float]):
         self.prior_ns = {d: float(ns) for d, ns in prior_ns.items()}
         self.ratios = {d: deque(maxlen=self.KEPT) for d in self.prior_ns}
         self.recent: deque[float] = deque(maxlen=self.LEVEL)
         self.run: list[int] = []
+        self._refresh()
 
-    @property
-    def level(self) -> float:
-        return statistics.median(self.recent) if self.recent else 1.0
+    def _refresh(self) -> None:
+        """Medians are taken when a time comes in, not whenever a depth is weighed."""
+        self.level = statistics.median(self.recent) if self.recent else 1.0
+        self.own = {d: statistics.median(r) if r else 1.0 for d, r in self.ratios.items()}
+        self.shape = {d: self._shape(d) for d in self.ratios}
 
-    def shape(self, depth: int) -> float:
-        return statistics.median([*self.ratios[depth], *[1.0] * self.PRIORS])
+    def _shape(self, depth: int) -> float:
+        ratios = self.ratios[depth]
+        believed = len(ratios) >= self.BELIEVED and self._off(depth)
+        return statistics.median([*ratios, *[1.0] * (1 if believed else self.PRIORS)])
 
-    def known(self, depth: int) -> bool:
-        return bool(self.ratios[depth])
+    def _off(self, depth: int) -> bool:
+        return abs(math.log(self.own[depth])) > math.log(self.WRONG)
+
+    def visits_wanted(self, depth: int) -> int:
+        """How often a depth must have been looked at: once, and again if that contradicts the prior."""
+        known = len(self.ratios[depth])
+        return 1 if not known else 2 if known < self.BELIEVED and self._off(depth) else 0
 
     def __getitem__(self, depth: int) -> float:
-        return self.prior_ns[depth] * self.shape(depth) * self.level
+        return self.prior_ns[depth] * self.shape[depth] * self.level
 
     def observe(self, depth: int, ns: int) -> None:
         if depth == 0:
             self.run.append(ns)
         if self.run and (depth or len(self.run) == self.RUN):
-            self._add(0, statistics.fmean(self.run))
+            self._add(0, statistics.fmean(self.run), len(self.run))
             self.run = []
         if depth:
             self._add(depth, ns)
 
-    def _add(self, depth: int, ns: float) -> None:
-        here = max(ns, 1.0) / self.prior_ns[depth]
-        self.ratios[depth].append(here / (self.level if self.recent else here))
-        self.recent.append(here / self.shape(depth))
+    def _add(self, depth: int, ns: float, times: int = 1) -> None:
+        here, ratios = max(ns, 1.0) / self.prior_ns[depth], self.ratios[depth]
+        ratios.extend([here / (self.level if self.recent else here)] * times)
+        self.own[depth] = statistics.median(ratios)
+        self.shape[depth] = self._shape(depth)
+        self.recent.extend([here / self.own[depth]] * times)
+        self.level = statistics.median(self.recent)
 
     def state(self) -> dict[str, Any]:
         by_depth = {str(d): list(r) for d, r in self.ratios.items()}
@@ -109,6 +124,7 @@ class PassCosts:
             costs.ratios[int(d)].extend(ratios)
         costs.recent.extend(state["recent"])
         costs.run = list(state["run"])
+        costs._refresh()
         return costs
 
 
@@ -118,16 +134,17 @@ class AdaptiveDepth:
     With c_i the probability that draft i stands given that those before it stood, depth d commits
     E(d) = 1 + sum over i <= d of c_1 ... c_i tokens per pass and costs T(d) (`PassCosts`). The policy takes the d with
     the largest E(d)/T(d), and leaves its present depth only for a gain above `HYSTERESIS`. c_i are exponentially
-    forgotten counts over a weak prior, which is what the text before brought. A depth that is not being tried teaches
-    nothing, so it is probed: `PROBE` passes one deeper, after a gap that doubles each time the probe changes nothing,
-    and only if it could pay with the doubt about c_i on its side. A depth whose cost was never measured is visited
-    once, `PROBE` passes long, as soon as another one has been. Depth 0 is a depth like any other.
+    forgotten counts, which begin with a little of what the text before brought; what they do not tell is taken from
+    the draft before, c_(i-1). A depth that is not being tried teaches nothing, so a deeper one is probed for `PROBE`
+    passes, after a gap that doubles each time the probe changes nothing, and only if it could pay with the doubt about
+    c_i on its side. A depth whose cost was never measured is visited, `PROBE` passes long, as soon as another one has
+    been. Depth 0 is a depth like any other.
     """
 
-    DECAY, FADE = 0.96, 0.99  # forgetting per look at a draft, and per pass that had none to look at
-    PRIOR, PRIOR_WEIGHT = 0.6, 2.0
-    CARRIED = 4.0  # looks at the text before that still count at the start of the next
-    DOUBT = 2.0  # looks, all accepted, that a probe is granted
+    DECAY = 0.98  # forgetting per look at a draft
+    PRIOR, PRIOR_WEIGHT, DEEPER_WEIGHT = 0.6, 1.0, 4.0  # in looks
+    CARRIED = 16.0  # looks at the text before that still count at the start of the next
+    DOUBT, IDLE = 1.0, 32  # looks, all accepted, that a probe is granted; one more for so many passes without a look
     HYSTERESIS = 0.03
     PROBE, GAP, MAX_GAP = 3, 16, 128
 
@@ -139,22 +156,30 @@ class AdaptiveDepth:
         if missing:
             raise RequestError(f"the cost model lacks depth {missing[0]}; measure 0 to {max_depth}")
         self.costs = PassCosts({d: prior[d] for d in range(max_depth + 1)})
-        self.hits = [self.PRIOR * self.PRIOR_WEIGHT] * self.max_depth
-        self.tries = [self.PRIOR_WEIGHT] * self.max_depth
+        self.hits = [0.0] * self.max_depth
+        self.tries = [0.0] * self.max_depth
+        self.idle = [0] * self.max_depth
+        self.since, self.gap, self.kept = 0, self.GAP, -1
         self.start_request()
 
     def start_request(self) -> None:
         """Another text: what is known of acceptance becomes a weak prior; what a pass costs stays known."""
-        kept = [min(1.0, self.CARRIED / t) for t in self.tries]
+        kept = [min(1.0, self.CARRIED / t) if t else 1.0 for t in self.tries]
         self.hits = [h * k for h, k in zip(self.hits, kept, strict=True)]
         self.tries = [t * k for t, k in zip(self.tries, kept, strict=True)]
-        self.depth, self.since, self.gap = -1, 0, self.GAP
+        self.depth, self.gap = -1, max(self.GAP, self.gap // 2)
         self.probing = self.probed = 0
-        self.visited = {d for d in self.costs.prior_ns if self.costs.known(d)}
+        self.visits: Counter[int] = Counter()
 
-    def conditional(self, doubt: float = 0.0) -> list[float]:
-        """c_i; with `doubt` as if so many more looks had all been accepted."""
-        return [(h + doubt) / (t + doubt) for h, t in zip(self.hits, self.tries, strict=True)]
+    def conditional(self, *, hopeful: bool = False) -> list[float]:
+        """c_i; `hopeful`: with the doubt about each on its side."""
+        out, before, weight = [], self.PRIOR, self.PRIOR_WEIGHT
+        for hits, tries, idle in zip(self.hits, self.tries, self.idle, strict=True):
+            doubt = self.DOUBT + idle / self.IDLE if hopeful else 0.0
+            before = (hits + weight * before + doubt) / (tries + weight + doubt)
+            weight = self.DEEPER_WEIGHT
+            out.append(before)
+        return out
 
     def rates(self, conditional: Sequence[float]) -> list[float]:
         """E(d)/T(d) for d = 0..max_depth."""
@@ -170,50 +195,55 @@ class AdaptiveDepth:
         if self.probing:
             self.probing -= 1
             return self.probed
-        unknown = next((d for d in self.costs.prior_ns if not self.costs.known(d) and d not in self.visited), None)
-        if unknown is not None and self.visited:
+        wanted = (d for d in self.costs.prior_ns if self.visits[d] < self.costs.visits_wanted(d))
+        if self.depth >= 0 and (unknown := next(wanted, None)) is not None:
             return self._probe(unknown)
         rates = self.rates(self.conditional())
         best = max(range(len(rates)), key=rates.__getitem__)
         if self.depth < 0 or rates[best] > rates[self.depth] * (1 + self.HYSTERESIS):
-            if best != self.depth:
+            if best != self.kept:
                 self.since, self.gap = 0, self.GAP
-            self.depth = best
-        self.visited.add(self.depth)
+            self.depth = self.kept = best
+        self.visits[self.depth] += 1
         self.since += 1
-        if self.since >= self.gap and self._probe_could_pay(rates[self.depth]):
+        if self.since >= self.gap and (deeper := self._worth_a_probe(rates[self.depth])):
             self.since, self.gap = 0, min(2 * self.gap, self.MAX_GAP)
-            return self._probe(self.depth + 1)
+            return self._probe(deeper)
         return self.depth
 
     def _probe(self, depth: int) -> int:
-        self.visited.add(depth)
+        self.visits[depth] += 1
         self.probed, self.probing = depth, self.PROBE - 1
         return depth
 
-    def _probe_could_pay(self, rate: float) -> bool:
-        known, hopeful = self.conditional(), self.conditional(self.DOUBT)
-        hopeful = known[: self.depth] + hopeful[self.depth :]
-        return max(self.rates(hopeful)[self.depth + 1 :], default=0.0) > rate
+    def _worth_a_probe(self, rate: float) -> int:
+        """The deeper depth that would gain most with the doubt about its drafts on its side; 0: none would."""
+        hopeful = self.conditional()[: self.depth] + self.conditional(hopeful=True)[self.depth :]
+        rates = self.rates(hopeful)
+        best = max(range(self.depth, self.max_depth + 1), key=rates.__getitem__)
+        return best if rates[best] > rate else 0
 
     def observe(self, record: Verify) -> None:
         if record.proposed <= self.max_depth:
             self.costs.observe(record.proposed, record.pass_ns)
         for i in range(self.max_depth):
             seen = i < record.examined
-            keep = self.DECAY if seen else self.FADE if self.tries[i] > 0.5 else 1.0
-            self.hits[i] = self.hits[i] * keep + (seen and record.accepted > i)
-            self.tries[i] = self.tries[i] * keep + seen
+            self.idle[i] = 0 if seen else self.idle[i] + 1
+            if seen:
+                self.hits[i] = self.hits[i] * self.DECAY + (record.accepted > i)
+                self.tries[i] = self.tries[i] * self.DECAY + 1.0
 
     def state(self) -> dict[str, Any]:
         """What a replay needs to start where this request started."""
-        acceptance = {"hits": list(self.hits), "tries": list(self.tries)}
-        return {"max_depth": self.max_depth} | acceptance | {"costs": self.costs.state()}
+        acceptance = {"hits": list(self.hits), "tries": list(self.tries), "idle": list(self.idle)}
+        probes = {"since": self.since, "gap": self.gap, "kept": self.kept}
+        return {"max_depth": self.max_depth} | acceptance | probes | {"costs": self.costs.state()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> AdaptiveDepth:
         costs = PassCosts.from_state(state["costs"])
         policy = cls(state["max_depth"], costs.prior_ns)
-        policy.costs, policy.hits, policy.tries = costs, list(state["hits"]), list(state["tries"])
-        policy.start_request()
+        policy.costs, policy.idle = costs, list(state["idle"])
+        policy.hits, policy.tries = list(state["hits"]), list(state["tries"])
+        policy.since, policy.gap, policy.kept = state["since"], state["gap"], state["kept"]
         return policy

@@ -83,7 +83,7 @@ def test_a_run_of_overlapping_steps_is_timed_as_a_whole():
     policy = AdaptiveDepth(3, COSTS)
     for ns in (170, 100, 30):
         policy.observe(verify(0, 0, ns))
-    assert not policy.costs.known(0)
+    assert not policy.costs.ratios[0]
     policy.observe(verify(1, 1, COSTS[1]))
     assert policy.costs[0] == pytest.approx(COSTS[0])
 
