@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -54,77 +54,89 @@ class ReplayDepth:
 
 
 class PassCosts:
-    """T(d), what a pass of depth d costs now, learned from passes of other depths too.
+    """How much longer a pass of one depth takes than one of another: T(d), up to a factor common to all depths.
 
-    T(d) = prior(d) * shape(d) * level. A machine that slows down slows every depth, so a time seen some passes ago is
-    compared with the level of then, not of now: `level` is the median of the last passes, each over what its own depth
-    took before; `shape(d)` is the median of the last times at d over prior(d) * level, the prior itself counting as
-    eight of them, or as one where times after two visits say that it is `WRONG`. A step of depth 0 overlaps the next
-    one, so that its own time says little: each of a run counts as the run's mean.
+    A machine that slows down slows every depth, so a time is only ever compared with those right before it: where the
+    depth changes, the passes after the change against those before it give one look at log T(new) / T(old). Looks are
+    weighed against the prior as a Kalman filter does (Kalman 1960, no dynamics): the prior is taken to be right
+    within `PRIOR_SD`, a look within `LOOK_SD`. A look further off than `SURPRISE`
+    may be a machine that changed its speed at that moment and counts as one that far off; a second one in the same
+    sense says that the prior is wrong, and it is given up.
     """
 
-    KEPT, LEVEL, RUN, PRIORS = 31, 15, 8, 8
-    WRONG, BELIEVED = 1.25, 6  # a factor; the times it takes to believe in it
+    PRIOR_SD, LOOK_SD, SURPRISE = 0.07, 0.15, 0.3  # of log T
+    LOOK, LOOK_0 = 3, 6  # passes; steps of depth 0 overlap, so that only the mean of a run says what one takes
 
     def __init__(self, prior_ns: Mapping[int, float]):
         self.prior_ns = {d: float(ns) for d, ns in prior_ns.items()}
-        self.ratios = {d: deque(maxlen=self.KEPT) for d in self.prior_ns}
-        self.recent: deque[float] = deque(maxlen=self.LEVEL)
-        self.run: list[int] = []
-        self._refresh()
+        self.log = {d: math.log(max(ns, 1e-9)) for d, ns in self.prior_ns.items()}
+        self.variance = dict.fromkeys(self.log, self.PRIOR_SD**2)
+        self.looks = dict.fromkeys(self.log, 0)
+        self.surprise = dict.fromkeys(self.log, 0.0)
+        self.depth, self.run, self.before = -1, [], None
 
-    def _refresh(self) -> None:
-        """Medians are taken when a time comes in, not whenever a depth is weighed."""
-        self.level = statistics.median(self.recent) if self.recent else 1.0
-        self.own = {d: statistics.median(r) if r else 1.0 for d, r in self.ratios.items()}
-        self.shape = {d: self._shape(d) for d in self.ratios}
-
-    def _shape(self, depth: int) -> float:
-        ratios = self.ratios[depth]
-        believed = len(ratios) >= self.BELIEVED and self._off(depth)
-        return statistics.median([*ratios, *[1.0] * (1 if believed else self.PRIORS)])
-
-    def _off(self, depth: int) -> bool:
-        return abs(math.log(self.own[depth])) > math.log(self.WRONG)
+    def __getitem__(self, depth: int) -> float:
+        return math.exp(self.log[depth])
 
     def visits_wanted(self, depth: int) -> int:
         """How often a depth must have been looked at: once, and again if that contradicts the prior."""
-        known = len(self.ratios[depth])
-        return 1 if not known else 2 if known < self.BELIEVED and self._off(depth) else 0
-
-    def __getitem__(self, depth: int) -> float:
-        return self.prior_ns[depth] * self.shape[depth] * self.level
+        return 1 if not self.looks[depth] else 2 if self.surprise[depth] else 0
 
     def observe(self, depth: int, ns: int) -> None:
-        if depth == 0:
-            self.run.append(ns)
-        if self.run and (depth or len(self.run) == self.RUN):
-            self._add(0, statistics.fmean(self.run), len(self.run))
-            self.run = []
-        if depth:
-            self._add(depth, ns)
+        if depth != self.depth:
+            self._compare()
+            self.before = (self.depth, self._typical(self.run)) if self.run else None
+            self.depth, self.run = depth, []
+        self.run.append(max(ns, 1))
+        if len(self.run) == (self.LOOK if depth else self.LOOK_0):
+            self._compare()
+        del self.run[: -2 * self.LOOK_0]
 
-    def _add(self, depth: int, ns: float, times: int = 1) -> None:
-        here, ratios = max(ns, 1.0) / self.prior_ns[depth], self.ratios[depth]
-        ratios.extend([here / (self.level if self.recent else here)] * times)
-        self.own[depth] = statistics.median(ratios)
-        self.shape[depth] = self._shape(depth)
-        self.recent.extend([here / self.own[depth]] * times)
-        self.level = statistics.median(self.recent)
+    def _typical(self, run: Sequence[int]) -> float:
+        last = run[-self.LOOK_0 :]
+        return math.log(statistics.median(last) if self.depth else statistics.fmean(last))
+
+    def _compare(self) -> None:
+        if self.before is None or not self.run:
+            return
+        (old, then), new = self.before, self.depth
+        self.before = None
+        off = self._typical(self.run) - then - (self.log[new] - self.log[old])
+        believed = [self._believe(d, sign * off) for d, sign in ((new, 1.0), (old, -1.0))]
+        if not any(believed):
+            off = max(-self.SURPRISE, min(self.SURPRISE, off))
+        noise = self.LOOK_SD**2 * self.LOOK / min(len(self.run), self.LOOK)
+        total = self.variance[new] + self.variance[old] + noise
+        for d, sign in ((new, 1.0), (old, -1.0)):
+            gain = self.variance[d] / total
+            self.log[d] += sign * gain * off
+            self.variance[d] *= 1 - gain
+
+    def _believe(self, depth: int, off: float) -> bool:
+        """Is a look that contradicts what is known the second in the same sense?"""
+        self.looks[depth] += 1
+        if abs(off) < self.SURPRISE:
+            self.surprise[depth] = 0.0
+            return False
+        confirmed = self.surprise[depth] * off > 0
+        if confirmed:
+            self.variance[depth] = max(self.variance[depth], off * off)
+        self.surprise[depth] = off
+        return confirmed
 
     def state(self) -> dict[str, Any]:
-        by_depth = {str(d): list(r) for d, r in self.ratios.items()}
-        prior = {str(d): ns for d, ns in self.prior_ns.items()}
-        return {"prior_ns": prior, "ratios": by_depth, "recent": list(self.recent), "run": list(self.run)}
+        by_depth = {name: {str(d): x for d, x in getattr(self, name).items()} for name in self._BY_DEPTH}
+        return by_depth | {"depth": self.depth, "run": list(self.run), "before": self.before}
+
+    _BY_DEPTH = ("prior_ns", "log", "variance", "looks", "surprise")
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PassCosts:
         costs = cls({int(d): ns for d, ns in state["prior_ns"].items()})
-        for d, ratios in state["ratios"].items():
-            costs.ratios[int(d)].extend(ratios)
-        costs.recent.extend(state["recent"])
-        costs.run = list(state["run"])
-        costs._refresh()
+        for name in cls._BY_DEPTH:
+            setattr(costs, name, {int(d): x for d, x in state[name].items()})
+        costs.depth, costs.run = state["depth"], list(state["run"])
+        costs.before = None if state["before"] is None else tuple(state["before"])
         return costs
 
 

@@ -192,7 +192,7 @@ def session(spec: dict[str, Any], plan: Plan, loaded: Any) -> Any:
     return arms.Session(loaded, arms.parse_arm(spec["arm"]), costs_ns=arms.costs_ns(spec["costs"]), **arm_options(plan))
 
 
-def warm_up(spec: dict[str, Any], plan: Plan, loaded: Any, prompt: corpus.Prompt) -> arms.Session:
+def warm_up(spec: dict[str, Any], plan: Plan, loaded: Any, prompt: corpus.Prompt) -> Any:
     """One request in a session of its own, of which nothing is counted. Of the session only what it learned of the
     machine is used on: what a pass costs, not what this text accepted."""
     first = settings(plan, plan.modes[0], 0)
@@ -202,9 +202,7 @@ def warm_up(spec: dict[str, Any], plan: Plan, loaded: Any, prompt: corpus.Prompt
     return live
 
 
-def runs(
-    spec: dict[str, Any], plan: Plan, loaded: Any, prompts: list[corpus.Prompt], before: arms.Session
-) -> Iterator[Any]:
+def runs(spec: dict[str, Any], plan: Plan, loaded: Any, prompts: list[corpus.Prompt], before: Any) -> Iterator[Any]:
     """Every prompt in every mode. One session per mode and corpus, so that no text tunes the policy of another; what
     passes cost on this machine is carried from the session before."""
     for mode in plan.modes:
