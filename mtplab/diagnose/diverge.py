@@ -25,7 +25,7 @@ from mtplab.decode.stopping import Stops
 from mtplab.decode.verify import units
 from mtplab.diagnose import state
 from mtplab.diagnose.candidates import Around, Candidate, Parts, Tamper, begin, make_drafter, make_policy, nothing
-from mtplab.diagnose.intervene import Case, Explained
+from mtplab.diagnose.intervene import Case, Explained, role
 from mtplab.diagnose.lane import Lane, Seen
 from mtplab.diagnose.reference import Reference
 from mtplab.diagnose.shadow import Shadow
@@ -261,8 +261,9 @@ class Diagnoser:
         if not chosen:
             return
         differ = [m for es in out.evidence.values() for e in es for m in e.modules]
-        names = {m.path for m in differ if m.made} | {m.culprit for m in differ if not m.made}
-        some = [u for u in units(self.target) if u.path in names]
+        # The same module of all layers: what one block showed in one layer, another may show in the next.
+        roles = {role(m.culprit) for m in differ if m.kind not in ("block", "other")}
+        some = [u for u in units(self.target) if role(u.path) in roles]
         self.say(f"which modules explain {len(chosen)} divergences?")
         out.explained = self.explain(self.target, chosen, some or None)
         if some and not out.explained.by:
