@@ -115,9 +115,9 @@ def evidence(found: Found) -> list[str]:
 
 
 def _worth_showing(found: Found) -> list[Mapping[str, Any]]:
-    """Divergences of the gravest arms first."""
+    """Divergences of the gravest arms, the earliest first."""
     grave = {a["arm"] for a in found["arms"] if a["verdict"] == found["verdict"]}
-    return [d for d in found["divergences"] if d["arm"] in grave]
+    return sorted((d for d in found["divergences"] if d["arm"] in grave), key=lambda d: d["position"])
 
 
 def describe(d: Mapping[str, Any]) -> str:

@@ -130,11 +130,17 @@ def margins(found: Found) -> str | None:
         height = max(counts) * (1.04 + 0.05 * place)
         axis.plot(gaps, [height] * len(gaps), "|", ms=9, color=PALETTE[place % len(PALETTE)], label=name(arm))
     axis.set(xscale="log", xlabel="top-2 gap of the baseline's logits (left end: and below)", ylabel="positions")
+    axis.xaxis.set_major_formatter(_plain)
     filled = [e for e, n in zip([low, *edges], counts, strict=True) if n]
     axis.set_xlim(min(filled[0], 2 * (found["noise"] or 1)) / 3, filled[-1] * 4)
     if found["divergences"]:
         axis.legend(frameon=False, fontsize=9, loc="upper left")
     return svg(figure, "margins")
+
+
+def _plain(value: float, _place: int) -> str:
+    """A tick's label. matplotlib's own are in its markup for formulas, which names from files switch off."""
+    return f"{value:g}"
 
 
 def growth(found: Found) -> str | None:
@@ -146,6 +152,7 @@ def growth(found: Found) -> str | None:
     axis = figure.subplots()
     axis.plot(range(len(rows)), [r["ulp_max"] for r in rows], "-o", color=PALETTE[0], ms=5)
     axis.set_yscale("symlog", linthresh=1)
+    axis.yaxis.set_major_formatter(_plain)
     axis.set(xlabel="layer", ylabel="largest difference, ulp")
     axis.xaxis.get_major_locator().set_params(integer=True)
     return svg(figure, "growth")
@@ -162,7 +169,9 @@ def survival(found: Found) -> str | None:
         for index, share in arm["curve"]:
             xs, ys, now = [*xs, index, index], [*ys, now, share], share
         colour = PALETTE[place % len(PALETTE)]
-        axis.plot([*xs, last], [*ys, now], color=colour, lw=1.8, label=name(arm["arm"]))
+        # Curves that lie on one another must all be seen: the later ones have gaps.
+        line = ("-", (0, (6, 4)), (0, (2, 4)), (0, (1, 6)))[place % 4]
+        axis.plot([*xs, last], [*ys, now], color=colour, lw=2, ls=line, label=name(arm["arm"]))
         axis.plot(ends, [_at(arm["curve"], e) for e in ends], "|", color=colour, ms=7)
     axis.set(xlabel="token", ylabel="share still equal", ylim=(-0.03, 1.05))
     axis.legend(frameon=False, fontsize=9, loc="lower left")
