@@ -199,7 +199,10 @@ class Diagnoser:
             seen = out.prompts[number].lanes[candidate.name]
             return (not seen.leaves, -(seen.worst.relative if seen.worst else 0.0))
 
-        chosen = sorted(looks, key=rank)[:CLOSER]
+        chosen = sorted(looks, key=rank)
+        grave = [n for n in chosen if suspicious(out.prompts[n].lanes[candidate.name])]
+        # Where bits differ but nothing left and nothing is far off, one look per arm is enough.
+        chosen = grave[:CLOSER] or chosen[:1]
         found = {}
         for number in chosen:
             prompt = out.prompts[number]
@@ -297,6 +300,11 @@ def cases(out: Diagnosis, arm: str) -> list[Case]:
                 passes = tuple(seen.passes[:number])
                 found.append(Case(prompt.text.tokens, tuple(prompt.tokens), passes, leave.position))
     return found
+
+
+def suspicious(seen: Seen) -> bool:
+    """Whether the arm left, or its state is further off than rounding is expected to be."""
+    return bool(seen.leaves) or (seen.worst is not None and seen.worst.relative > SUSPECT)
 
 
 def place(seen: Seen) -> int | None:
