@@ -69,23 +69,28 @@ def test_a_machine_that_changes_its_speed_misleads_nobody():
         assert [r.depth for r in records[40:]].count(3) > 500
 
 
-def test_one_slow_pass_at_a_depth_does_not_rule_it_out():
+def ratio(policy, depth: int, other: int) -> float:
+    return policy.costs[depth] / policy.costs[other]
+
+
+def test_a_machine_that_slows_down_as_the_depth_changes_does_not_rule_it_out():
     policy = AdaptiveDepth(3, COSTS)
-    policy.observe(verify(2, 2, COSTS[2]))
-    policy.observe(verify(3, 3, 3 * COSTS[3]))
-    for _ in range(12):
-        policy.observe(verify(2, 2, COSTS[2]))
-    assert policy.costs[3] == pytest.approx(COSTS[3])
+    for ns in [COSTS[2]] * 5:
+        policy.observe(verify(2, 2, ns))
+    for ns in [3 * COSTS[3]] * 9:
+        policy.observe(verify(3, 3, ns))
+    for ns in [3 * COSTS[2]] * 3:
+        policy.observe(verify(2, 2, ns))
+    assert ratio(policy, 3, 2) == pytest.approx(COSTS[3] / COSTS[2], rel=0.15)
 
 
 def test_a_run_of_overlapping_steps_is_timed_as_a_whole():
     """Entering depth 0 launches two steps and leaving it launches none: 170, 100, 30 are three steps of 100."""
-    policy = AdaptiveDepth(3, COSTS)
-    for ns in (170, 100, 30):
-        policy.observe(verify(0, 0, ns))
-    assert not policy.costs.known(0)
-    policy.observe(verify(1, 1, COSTS[1]))
-    assert policy.costs[0] == pytest.approx(COSTS[0])
+    policy = AdaptiveDepth(3, {0: 50, 1: COSTS[1], 2: 1, 3: 1})
+    for _ in range(40):
+        for depth, ns in ((0, 170), (0, 100), (0, 30), *[(1, COSTS[1])] * 3):
+            policy.observe(verify(depth, 0, ns))
+    assert ratio(policy, 1, 0) == pytest.approx(COSTS[1] / 100, rel=0.02)
 
 
 def test_short_texts_lose_little():
