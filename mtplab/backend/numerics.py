@@ -117,7 +117,12 @@ def linears(model: Any) -> dict[str, tuple[Any, str]]:
     if not any(p.split(".")[-1] == "lm_head" for p in out):
         tied = [p for p, m in named.items() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         out |= {p: (named[p], "as_linear") for p in tied[:1]}
-    return dict(sorted(out.items(), key=lambda item: list(named).index(item[0])))
+    return dict(sorted(out.items(), key=lambda item: _in_order(item[0])))
+
+
+def _in_order(path: str) -> list[tuple[bool, int, str]]:
+    """Layer 10 after layer 9."""
+    return [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in path.split(".")]
 
 
 @contextmanager

@@ -259,7 +259,8 @@ class _Bench:
 
     def __init__(self, target: Target, found: Sequence[Unit], chosen: Sequence[tuple[Operation, Unit]]):
         self.target, self.masks = target, []
-        self.quiet = self.alone = False  # inside rows that run alone; inside a block whose linears run row by row
+        self.quiet = True  # nothing is compared: outside of `run`, and inside rows that run alone
+        self.alone = False  # inside a block whose linears run row by row
         modules = dict(target.model.named_modules())
         stands = {(u.path, u.method): op for op, u in chosen}
         whole = tuple(f"{u.path}." for _, u in chosen if u.cached)
@@ -278,7 +279,7 @@ class _Bench:
     def run(self, cache: Cache, ids: Sequence[int]) -> None:
         """One block from this state; the cache is left as it was."""
         self.masks = []
-        with cache.attempt(len(ids)), remembered_masks(cache, self.masks):
+        with cache.attempt(len(ids)), remembered_masks(cache, self.masks), self._set(quiet=False):
             mx.eval(self.target.forward(mx.array(list(ids)), cache).logits)
 
     def _leaf(self, op: Operation | None) -> Callable[..., Any]:
@@ -296,10 +297,12 @@ class _Bench:
 
     def _cached(self, op: Operation) -> Callable[..., Any]:
         def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.quiet:
+                return inner(*args, **kwargs)
             cache = cache_of(args, kwargs)
-            with restored(cache), self._mode("quiet"):
+            with restored(cache), self._set(quiet=True):
                 rows = self._rows(inner, args, kwargs)
-            with restored(cache), self._mode("alone"):
+            with restored(cache), self._set(alone=True):
                 block = inner(*args, **kwargs)
             op.add(_arrays(block), _arrays(joined(rows)))
             return inner(*args, **kwargs)
@@ -310,12 +313,13 @@ class _Bench:
         return [one_row(inner, args, kwargs, r, self.masks) for r in range(row_count(args))]
 
     @contextmanager
-    def _mode(self, name: str) -> Iterator[None]:
-        setattr(self, name, True)
+    def _set(self, **flags: bool) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in flags}
+        vars(self).update(flags)
         try:
             yield
         finally:
-            setattr(self, name, False)
+            vars(self).update(before)
 
 
 def _arrays(value: Any) -> list[mx.array]:

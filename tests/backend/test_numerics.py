@@ -85,8 +85,8 @@ def test_several_parts_reach_what_their_patterns_say(load):
     target = load("mimo").target
     with numerics.simulate(target, "splitk@layers.1.mlp.*, noise:1e-5@lm_head") as simulation:
         assert simulation.modules == (
-            "model.layers.1.mlp.gate_proj",
             "model.layers.1.mlp.down_proj",
+            "model.layers.1.mlp.gate_proj",
             "model.layers.1.mlp.up_proj",
             "model.embed_tokens",
         )

@@ -27,11 +27,8 @@ from mtplab.trials.arms import Session, parse_arm
 from mtplab.trials.plan import Plan
 
 ROOT = Path(__file__).parents[2]
-N = 36
-# gemma3_text has a sliding window of 16: 6 tokens cross it during generation, 40 before it.
-CASES = [("llama", 9), ("mimo", 9), ("qwen3_5", 9), ("gemma3_text", 6), ("gemma3_text", 40)]
-SPECS = [None, "splitk@*", "noise:1e-2@*", "lowp@layers.1.*", "bf16acc:8@lm_head"]
-PATTERNS = ([0], [3], [1, 0, 2])
+N = 24
+PATTERNS = ([3], [1, 0, 2])
 
 
 class Recorder:
@@ -71,8 +68,18 @@ def assert_same(got, wanted):
     assert all(mx.array_equal(got[1][p], wanted[1][p]).item() for p in wanted[1]), "logits, bit for bit"
 
 
-@pytest.mark.parametrize("kind, length", CASES)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    "kind, length, spec",
+    [
+        ("llama", 9, "splitk@*"),
+        ("llama", 9, "noise:1e-2@*"),
+        ("mimo", 9, "lowp@layers.1.*"),
+        ("qwen3_5", 9, "noise:1e-2@*"),
+        # A sliding window of 16: 6 tokens cross it during generation, 40 before it.
+        ("gemma3_text", 6, "bf16acc:8@lm_head"),
+        ("gemma3_text", 40, None),
+    ],
+)
 def test_exact_ways_have_the_bits_they_promise(load, kind, length, spec):
     target, prompt = load(kind).target, tiny.prompt(3, length)
     with nullcontext() if spec is None else numerics.simulate(target, spec):
@@ -88,7 +95,7 @@ def test_exact_ways_have_the_bits_they_promise(load, kind, length, spec):
         fixed = verify.Fixed(target, 4)
         baseline = run(fixed, prompt)
         future = [*baseline[0], 1, 2, 3, 4]
-        for k, pattern in ((1, [0, 1]), (2, [2, 1]), (3, [3, 0, 2])):
+        for k, pattern in ((1, [0, 1]), (3, [3, 0, 2])):
             assert_same(run(fixed, prompt, future, pattern, k), baseline)
 
 
@@ -224,9 +231,9 @@ prompt = loaded.tokenizer.encode("The door was open, and")
 first = locate(loaded.target, prompt, prompt[:4]).first_module
 tokens = {}
 for mode in ("rowwise", "fixed"):
-    for arm in ("baseline", "depth1", "depth3"):
+    for arm in ("baseline", "depth3"):
         live = Session(loaded, parse_arm(arm), verify=mode)
-        request = live.request(prompt, request=0, settings=Settings(max_tokens=64, ignore_eos=True))
+        request = live.request(prompt, request=0, settings=Settings(max_tokens=48, ignore_eos=True))
         tokens.setdefault(mode, []).append(request.tokens)
 print(json.dumps({"first": first, "tokens": tokens, "units": request.settings["verify"]}))
 """
@@ -245,4 +252,4 @@ def test_under_openblas_too():
         pytest.skip("OpenBLAS cannot be had here")
     assert found["first"] is not None, "on this machine something must care for the width, or nothing is shown"
     for runs in found["tokens"].values():
-        assert len(runs[0]) == 64 and all(run == runs[0] for run in runs)
+        assert len(runs[0]) == 48 and all(run == runs[0] for run in runs)

@@ -17,10 +17,11 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
-def mla() -> Target:
+def mla(**changes) -> Target:
     """A tiny DeepSeek: its attention takes another algorithm for one row than for several, on every machine."""
-    model_class, args_class = mlxlm.classes(DEEPSEEK)
-    model = model_class(args_class.from_dict(dict(DEEPSEEK)))
+    config = DEEPSEEK | changes
+    model_class, args_class = mlxlm.classes(config)
+    model = model_class(args_class.from_dict(dict(config)))
     tiny.randomize(model, 0)
     model.eval()
     return Target(model)

@@ -58,17 +58,15 @@ def test_growth_by_layer_and_kind(load):
     assert found.to_json()["first_module"] == found.first_module
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_window_that_has_wrapped_is_the_attention_s_own(load, dtype):
+def test_a_window_that_has_wrapped_is_the_attention_s_own(load):
     """Ring order against concatenation order: no linear is at fault, the attention between them is."""
-    target = load("gemma3_text", dtype=dtype).target
-    found = locate(target, tiny.prompt(3, 40), [4, 5, 6], prompt=12)
+    found = locate(load("gemma3_text").target, tiny.prompt(3, 40), [4, 5, 6], prompt=30)
     assert found.first_module == "model.layers.0.self_attn"
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_mla_is_the_attention_of_layer_0(dtype):
-    target = mla()
+    target = mla() if dtype == mx.float32 else mla(first_k_dense_replace=3)  # the CPU's experts are float32 only
     target.model.set_dtype(dtype)
     found = locate(target, tiny.prompt(3, 9), [4, 5, 6])
     assert found.first_module == "model.layers.0.self_attn" and found.by_kind()["norm"]["first"] is not None

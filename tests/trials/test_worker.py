@@ -81,8 +81,8 @@ def test_no_text_tunes_the_policy_of_another(tmp_path, checkpoints):
     of_the_text = {i: {k: v for k, v in p.items() if k != "costs"} for i, p in starts.items()}
     assert of_the_text["a/0"] == of_the_text["b/0"] != of_the_text["a/1"]
     # What passes cost is the machine's: learned from the warm-up on, and known to the next text.
-    times = {i: sum(map(len, p["costs"]["ratios"].values())) for i, p in starts.items()}
-    assert 0 < times["a/0"] < times["a/1"] < times["b/0"]
+    looks = {i: sum(p["costs"]["looks"].values()) for i, p in starts.items()}
+    assert 0 < looks["a/0"] < looks["b/0"]
 
 
 def test_a_wrong_model_is_an_event_with_its_exit_code(tmp_path):
