@@ -42,6 +42,7 @@ from mtplab.models.loader import Loaded, load_target
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import block_faults as b
 import faults as f
 
 # mlx-lm's MLA attention takes another form for one row than for several: it rounds differently on any backend.
@@ -130,13 +131,13 @@ LOGIC = [
     Case("a right draft thrown away", "mimo", "logic", None, model=f.judged(f.one_too_few)),
     Case("rejected draft fed on", "llama", "logic", None, model=f.feeds_rejected),
     Case("gate rows shifted", "qwen3_5", "logic", "*.layers.0.linear_attn.in_proj_a",
-         model=f.rows_rolled("language_model.model.layers.0.linear_attn.in_proj_a")),
+         model=b.rows_rolled("language_model.model.layers.0.linear_attn.in_proj_a")),
     Case("gate rows shifted in layer 2", "qwen3_5", "logic", "*.layers.2.linear_attn.in_proj_b",
-         model=f.rows_rolled("language_model.model.layers.2.linear_attn.in_proj_b")),
+         model=b.rows_rolled("language_model.model.layers.2.linear_attn.in_proj_b")),
     Case("value rows shifted", "llama", "logic", "*.layers.1.self_attn.v_proj",
-         model=f.rows_rolled("model.layers.1.self_attn.v_proj")),
-    Case("window one key too narrow", "gemma3_text", "logic", "*.layers.0.self_attn", model=f.window_narrow),
-    Case("rows of a block see ahead", "llama", "logic", "*.layers.0.self_attn", model=f.sees_ahead),
+         model=b.rows_rolled("model.layers.1.self_attn.v_proj")),
+    Case("window one key too narrow", "gemma3_text", "logic", "*.layers.0.self_attn", model=b.window_narrow),
+    Case("rows of a block see ahead", "llama", "logic", "*.layers.0.self_attn", model=b.sees_ahead),
     Case("stops one token early", "llama", "length", None, f.cap_short),
     Case("EOS unseen inside a block", "llama", "length", None, f.eos_missed, eos=6),
 ]  # fmt: skip
@@ -144,7 +145,7 @@ LOGIC = [
 
 def positions() -> list[Case]:
     """Cases that need a state of their own each time they run."""
-    fault = f.PositionAfterReject()
+    fault = b.PositionAfterReject()
     return [Case("wrong position after a reject", "llama", "logic", "*.layers.0", fault.tamper, fault.model)]
 
 
