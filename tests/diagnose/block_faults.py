@@ -1,4 +1,4 @@
-"""Faults of a model's block path: 2 to 8 rows at once are wrong, one token at a time and the prefill stay as they are."""
+"""Faults of a model's block path: 2 to 8 rows at once are wrong; one at a time, and the prefill, stay as they are."""
 
 from __future__ import annotations
 
