@@ -124,7 +124,7 @@ def _resumed(folder: Path | None, path: Path | None, asked: dict[str, Any]) -> A
 
     if folder is None:
         raise RequestError("--resume needs --out, the folder of the run to go on with")
-    stored = store.open_run(folder).plan
+    stored = store.open_run(folder, kind="sweep").plan
     wanted = plans.change(plans.load_plan(path) if path else stored, asked)
     return store.open_run(folder, wanted)
 
