@@ -26,7 +26,7 @@ from mtplab.decode.canvas_policy import CanvasPolicy
 from mtplab.decode.settings import Settings
 from mtplab.decode.stopping import Stops
 from mtplab.errors import ModelError
-from mtplab.kernels.canvas_rows import canvas_rows
+from mtplab.kernels.canvas_rows import Rows, canvas_rows
 from mtplab.records.canvas import Canvas, DenoiseStep
 from mtplab.records.types import Prefill
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mtplab.models.canvas.base import Denoiser
 
 
-class Rows(NamedTuple):
+class Decided(NamedTuple):
     """What a step decides from, on the host: [C] each. `confidence`: probability of the proposal, where needed."""
 
     argmax: np.ndarray
@@ -50,9 +50,7 @@ class Draws:
         self.seed, self.request, self.vocab = seed, request, vocab
 
     def _ids(self, canvas: int, step: int, purpose: str, length: int) -> np.ndarray:
-        drawn = mx.random.randint(
-            0, self.vocab, (length,), key=key(self.seed, self.request, canvas, step, purpose)
-        )
+        drawn = mx.random.randint(0, self.vocab, (length,), key=key(self.seed, self.request, canvas, step, purpose))
         return np.array(drawn.astype(mx.int32))
 
     def start(self, canvas: int, length: int) -> np.ndarray:
@@ -63,10 +61,9 @@ class Draws:
         """Uniform ids for the positions that step `step` did not accept."""
         return self._ids(canvas, step, "renoise", length)
 
-    def rows(self, scaled: mx.array, canvas: int, step: int, *, sampled: bool) -> tuple[mx.array, ...]:
-        """(argmax, logsumexp, entropy, proposal) of logits that are divided by the temperature already: [C] each."""
-        noise = key(self.seed, self.request, canvas, step, "propose") if sampled else None
-        return canvas_rows(scaled, 1.0, noise)
+    def rows(self, scaled: mx.array, canvas: int, step: int, *, sampled: bool) -> Rows:
+        """What a step decides from, of logits [C, V] that are divided by the temperature already."""
+        return canvas_rows(scaled, 1.0, key(self.seed, self.request, canvas, step, "propose") if sampled else None)
 
 
 @dataclass
@@ -130,7 +127,8 @@ def _denoised(
     denoiser: Denoiser, policy: CanvasPolicy, draws: Draws, index: int, cache: Any, clock: Clock
 ) -> Iterator[DenoiseStep]:
     """Denoise one canvas; returns (its last state, steps used, why it stopped)."""
-    state, conditioning, why, step = _begin(denoiser, min(policy.canvas, denoiser.room(cache)), draws, index), None, None, 0
+    state = _begin(denoiser, min(policy.canvas, denoiser.room(cache)), draws, index)
+    conditioning, why, step = None, None, 0
     while why is None:
         began, heat = clock.now_ns(), policies.temperature(policy, step)
         # The division takes over the logits' memory: a second [C, V] would be the largest array of the step.
@@ -159,26 +157,21 @@ def _begin(denoiser: Denoiser, length: int, draws: Draws, index: int) -> _State:
     return _State(ids, np.zeros(length, dtype=bool), np.ones(length, dtype=np.int32))
 
 
-def _read(out: tuple[mx.array, ...], scaled: mx.array, policy: CanvasPolicy, index: int, step: int) -> Rows:
+def _read(rows: Rows, scaled: mx.array, policy: CanvasPolicy, index: int, step: int) -> Decided:
     """The one host read of a step."""
-    argmax, total, entropy, proposal = out
-    sure = None
-    if policy.monotone:
-        sure = mx.exp(mx.take_along_axis(scaled, proposal[:, None].astype(mx.int32), axis=-1)[:, 0] - total)
-    mx.eval(argmax, entropy, proposal, *([] if sure is None else [sure]))
-    rows = Rows(
-        np.array(argmax, dtype=np.int32), np.array(entropy), np.array(proposal, dtype=np.int32),
-        None if sure is None else np.array(sure),
-    )  # fmt: skip
-    if not np.isfinite(rows.entropy).all():
+    sure = mx.exp(rows.log_prob(scaled, 1.0, rows.proposal)) if policy.monotone else None
+    mx.eval(rows.choice, rows.entropy, rows.proposal, *([] if sure is None else [sure]))
+    argmax, entropy, proposal = np.array(rows.choice), np.array(rows.entropy), np.array(rows.proposal)
+    if not np.isfinite(entropy).all():
         raise ModelError(
-            f"the denoiser's logits are not finite in canvas {index}, step {step}; check the weights, or load in float32"
+            f"the denoiser's logits are not finite in canvas {index}, step {step}; "
+            "check the weights, or load the model in float32"
         )
-    return rows
+    return Decided(argmax, entropy, proposal, None if sure is None else np.array(sure))
 
 
 def _advance(
-    state: _State, policy: CanvasPolicy, draws: Draws, rows: Rows, index: int, step: int, mask_id: int | None
+    state: _State, policy: CanvasPolicy, draws: Draws, rows: Decided, index: int, step: int, mask_id: int | None
 ) -> None:
     """Accept, renoise, and keep what the record and the stop need."""
     take = policies.accepted(policy, step, rows.entropy, rows.confidence, state.held)
@@ -191,14 +184,12 @@ def _advance(
     same = state.argmax is not None and bool((rows.argmax == state.argmax).all())
     state.argmax, state.unchanged = rows.argmax, state.unchanged + 1 if same else 0
     if step + 1 < policy.steps:
-        noise = {"uniform": lambda: draws.renoise(index, step, state.ids.size), "mask": lambda: mask_id}.get(
-            policy.renoise, lambda: None
-        )()
-        state.ids = policies.renoised(state.ids, state.held, noise)
+        fresh = draws.renoise(index, step, state.ids.size) if policy.renoise == "uniform" else None
+        state.ids = policies.renoised(state.ids, state.held, mask_id if policy.renoise == "mask" else fresh)
 
 
 def in_turns(loops: Mapping[str, Iterator[Any]] | Iterable[Iterator[Any]]) -> Iterator[tuple[Any, Any]]:
-    """Advance the decoders of independent requests in turns: (name, record). A finished one leaves, the others go on."""
+    """Advance decoders of independent requests in turns: (name, record). A finished one leaves, the others go on."""
     open_ = dict(loops) if isinstance(loops, Mapping) else dict(enumerate(loops))
     while open_:
         for name in list(open_):

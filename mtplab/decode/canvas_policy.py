@@ -1,8 +1,8 @@
 """How a canvas is denoised: schedule, proposal, acceptance, renoising, stop, finalisation.
 
-Each is a small pure function of small arrays ([C], numpy, on the host) with its random numbers passed in; the work over
-the vocabulary is done before (`mtplab.kernels.canvas_rows`). `CanvasPolicy` names one choice of each, and `resolve` says
-where every value came from: the request, the checkpoint's generation_config, or the published reference.
+Each is a small pure function of small arrays ([C], numpy, on the host) with its random numbers passed in; the work
+over the vocabulary is done before (`mtplab.kernels.canvas_rows`). `CanvasPolicy` names one choice of each, and
+`resolve` says where every value came from: the request, the checkpoint's own files, or the published reference.
 
 Two kinds of acceptance: a *revocable* one (entropy bound) is decided anew in every step, so a token may be taken back;
 a *monotone* one (confidence threshold, fixed count) fills every position exactly once.
@@ -110,7 +110,9 @@ def resolve(
         values["t_min"] = values.get("t_max", CanvasPolicy().t_max)
     policy = CanvasPolicy(**values)
     asked_for = set(chosen) | (set(named) if asked.get("sampler") else set())
-    origin = {f: f"checkpoint: {sources.get(k, k)}" for f, k in checkpoint.items()} | dict.fromkeys(asked_for, "request")
+    origin = {f: f"checkpoint: {sources.get(k, k)}" for f, k in checkpoint.items()} | dict.fromkeys(
+        asked_for, "request"
+    )
     _honour(policy, canvas, masked, set(chosen))
     return policy, {f.name: origin.get(f.name, "reference") for f in fields(policy)}
 
@@ -147,7 +149,7 @@ def _check(p: CanvasPolicy) -> None:
         ("steps", p.steps >= 1, "use 1 or more"),
         ("canvas", p.canvas >= 1, "use 1 or more"),
         ("t-max", math.isfinite(p.t_max) and p.t_max > 0, "use a temperature above 0"),
-        ("t-min", math.isfinite(p.t_min) and 0 < p.t_min <= p.t_max, f"use a temperature above 0, up to t-max {p.t_max}"),
+        ("t-min", math.isfinite(p.t_min) and 0 < p.t_min <= p.t_max, f"use a temperature above 0, up to {p.t_max}"),
         ("bound", math.isfinite(p.bound) and p.bound >= 0, "use 0 or more"),
         ("threshold", 0 < p.threshold <= 1, "use a probability above 0, up to 1"),
         ("count", p.count is None or p.count >= 1, "use 1 or more"),
@@ -219,7 +221,7 @@ def accepted(
 
 
 def renoised(canvas: np.ndarray, held: np.ndarray, noise: np.ndarray | int | None) -> np.ndarray:
-    """The next canvas: accepted positions stay, the others become noise ([C] ids, the mask id, or None: as they are)."""
+    """The next canvas: accepted positions stay, the others become noise ([C] ids or the mask id; None: as they are)."""
     return canvas if noise is None else np.where(held, canvas, noise).astype(canvas.dtype)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -171,4 +172,4 @@ def distinct(tokens: Sequence[int], n: int) -> Pair:
 
 def repetition(tokens: Sequence[int]) -> Pair:
     """(tokens equal to the one just before, tokens with one before): parallel decoding says "the the"."""
-    return sum(x == y for x, y in zip(tokens, tokens[1:], strict=False)), max(0, len(tokens) - 1)
+    return sum(x == y for x, y in pairwise(tokens)), max(0, len(tokens) - 1)

@@ -8,6 +8,7 @@ cannot be told from drawing other noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ def _floor(base: Runs, sign: float, measure: Measure) -> dict[str, Any]:
     """One seed of the longest run against the next, prompt by prompt: what other noise alone changes."""
     seeds = sorted({s for _, s in base})
     gaps = {}
-    for a, b in zip(seeds, seeds[1:], strict=False):
+    for a, b in pairwise(seeds):
         for prompt in dict.fromkeys(p for p, _ in base):
             if (prompt, a) in base and (prompt, b) in base:
                 gap = _gap(measure(base[prompt, a]), measure(base[prompt, b]))

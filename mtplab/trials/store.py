@@ -175,7 +175,10 @@ def create(
     try:
         with explained(folder):
             (fresh / "trials").mkdir(parents=True)
-            write_json(fresh / "plan.json", {"schema": SCHEMA, "kind": plan.kind, "digest": plan.digest, "plan": plan.to_json()})
+            write_json(
+                fresh / "plan.json",
+                {"schema": SCHEMA, "kind": plan.kind, "digest": plan.digest, "plan": plan.to_json()},
+            )
             lines = "".join(dumps(p.to_json()) + "\n" for p in prompts)
             (fresh / "prompts.jsonl").write_text(lines, encoding="utf-8")
             write_json(fresh / "costs.json", costs)

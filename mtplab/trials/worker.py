@@ -242,7 +242,7 @@ JOBS = {"prepare": prepare, "trial": trial}
 
 
 def main(argv: list[str], jobs: Any = JOBS) -> int:
-    """Entry of the process. `jobs`: name -> function of the spec. The exit code is the failure's code, 0 when all went well."""
+    """Entry of the process; `jobs`: name -> function of the spec. Returns the failure's exit code, or 0."""
     # Ctrl-C reaches the whole process group; only the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
