@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -74,7 +76,7 @@ def test_a_revealed_position_persists_under_monotone_and_may_change_under_revoca
     assert canvases(records)[0].tokens[0] == 10
     assert all(ids[0] == 10 for _, step, ids in denoiser.seen if step), "what was revealed is what the model sees"
     held = [set(s.held) for s in steps(records)]
-    assert all(a <= b for a, b in zip(held, held[1:], strict=False))
+    assert all(a <= b for a, b in pairwise(held))
     assert sum(s.new for s in steps(records)) == 4
 
     revocable = CanvasPolicy(steps=4, canvas=4, stop="none")
@@ -189,7 +191,7 @@ def test_eos_first_last_inside_and_absent(where, returned):
 
 
 def test_repetition_that_the_model_means_is_not_cut():
-    records, request = play(Scripted(lambda c, s, ids: logits([8] * C), C), CanvasPolicy(canvas=C), max_tokens=3 * C)
+    _, request = play(Scripted(lambda c, s, ids: logits([8] * C), C), CanvasPolicy(canvas=C), max_tokens=3 * C)
     assert request.tokens == (8,) * (3 * C) and m.repetition(request.tokens) == (14, 14)
 
 
