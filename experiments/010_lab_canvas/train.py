@@ -1,6 +1,6 @@
 """Train `lab-canvas`: block diffusion with uniform corruption and self-conditioning, and a causal loss beside it.
 
-    python train.py train  --work DIR --minutes 70 [--embedding ../../mtplab/data/lab-mtp]
+    python train.py train  --work DIR --minutes 70 [--start DIR/graft.pt]
     python train.py export --work DIR --out DIR
 
 One step: the encoder pass over windows of clean text (its causal loss makes the scoring model), then the decoder pass
@@ -44,8 +44,9 @@ def _module(name: str, path: Path):
 
 first = _module("train_lab_mtp", OTHER / "train.py")
 KINDS, note, schedule = first.KINDS, first.note, first.schedule
-ROWS, LENGTH = 8, 256
+ROWS, LENGTH = 4, 256
 T_MIN, T_MAX = 0.4, 0.8  # the schedule's temperatures
+CAUSAL = 0.5  # weight of the causal loss
 PURE = 0.15  # share of the canvases that are all noise, as every canvas is at its first step
 
 
@@ -114,11 +115,8 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     work, path, log = args.work, args.work / "canvas.pt", args.work / "canvas.log"
     model = LabCanvas(Config())
-    if args.embedding:
-        from safetensors.torch import load_file
-
-        table = load_file(str(args.embedding / "model.safetensors"))["model.embed_tokens.weight"].float()
-        model.model["decoder"].embed_tokens.weight.data.copy_(table)
+    if args.start:
+        model.load_state_dict(torch.load(args.start, weights_only=True))
     opts, step, used, tokens = optimizers(model, args.lr), 0, 0.0, 0
     data = first.Batches(work, "train", args.seed)
     if path.exists():
@@ -135,7 +133,7 @@ def train(args: argparse.Namespace) -> None:
             time.sleep(1)
         ids = data.draw(args.rows, LENGTH)
         causal, denoised = losses(model, ids, g)
-        (causal.mean() + denoised.mean()).backward()
+        (CAUSAL * causal.mean() + denoised.mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
             for group in opt.param_groups:
@@ -185,10 +183,10 @@ def main() -> None:
     parser.add_argument("phase", choices=("train", "export"))
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--embedding", type=Path, help="begin with the embedding of this checkpoint (lab-mtp)")
+    parser.add_argument("--start", type=Path, help="first weights (graft.py); random without")
     parser.add_argument("--minutes", type=float, default=70)
     parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save", type=float, default=300, help="seconds between two saved states")

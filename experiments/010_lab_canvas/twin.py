@@ -21,22 +21,22 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class Config:
     vocab: int = 4096
     dim: int = 192
-    ffn: int = 384
+    ffn: int = 576
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 48
-    full_kv_heads: int = 1
-    full_head_dim: int = 96
-    window: int = 64
+    full_kv_heads: int = 2
+    full_head_dim: int = 48
+    window: int = 96
     canvas: int = 32
     experts: int = 4
     top_k: int = 2
-    expert_ffn: int = 64
+    expert_ffn: int = 16
     eps: float = 1e-6
     cap: float = 30.0
-    theta: dict = field(default_factory=lambda: {SLIDING: 10_000.0, FULL: 1_000_000.0})
+    theta: dict = field(default_factory=lambda: {SLIDING: 10_000.0, FULL: 10_000.0})
     rotated: float = 0.25  # share of a full layer's head that turns ("proportional" rotary embedding)
-    layers: tuple[str, ...] = (SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL)
+    layers: tuple[str, ...] = (*[SLIDING] * 7, FULL)
 
     def published(self) -> dict:
         """The `config.json` of this model."""
@@ -59,7 +59,7 @@ class Config:
             "num_experts": self.experts,
             "top_k_experts": self.top_k,
             "moe_intermediate_size": self.expert_ffn,
-            "attention_bias": False,
+            "attention_bias": True,
             "tie_word_embeddings": True,
             "rope_parameters": {
                 SLIDING: {"rope_type": "default", "rope_theta": self.theta[SLIDING]},
@@ -92,9 +92,11 @@ class Norm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def linear(size_in: int, size_out: int) -> nn.Linear:
-    module = nn.Linear(size_in, size_out, bias=False)
+def linear(size_in: int, size_out: int, bias: bool = False) -> nn.Linear:
+    module = nn.Linear(size_in, size_out, bias=bias)
     nn.init.normal_(module.weight, std=size_in**-0.5)
+    if bias:
+        nn.init.zeros_(module.bias)
     return module
 
 
@@ -140,10 +142,10 @@ class Attention(nn.Module):
         self.c, self.kind = c, kind
         full = kind == FULL
         self.size, self.kv = (c.full_head_dim, c.full_kv_heads) if full else (c.head_dim, c.kv_heads)
-        self.q_proj = linear(c.dim, c.heads * self.size)
-        self.k_proj = linear(c.dim, self.kv * self.size)
-        self.v_proj = None if full else linear(c.dim, self.kv * self.size)
-        self.o_proj = linear(c.heads * self.size, c.dim)
+        self.q_proj = linear(c.dim, c.heads * self.size, True)
+        self.k_proj = linear(c.dim, self.kv * self.size, True)
+        self.v_proj = None if full else linear(c.dim, self.kv * self.size, True)
+        self.o_proj = linear(c.heads * self.size, c.dim, True)
         # The products are not scaled, so the norms' weights begin at what a scale of size ** -0.5 would do.
         self.q_norm = Norm(self.size, c.eps, self.size**-0.25)
         self.k_norm = Norm(self.size, c.eps, self.size**-0.25)

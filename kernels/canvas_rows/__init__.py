@@ -1,7 +1,7 @@
 """The full-vocabulary work of a denoising step, in one function and without a second array of size [C, V].
 
     rows = canvas_rows(logits, temperature, key=k)      # or noise=..., or neither
-    rows.entropy, rows.proposal, rows.choice            # [C] each, nothing evaluated
+    rows.entropy, rows.proposal, rows.choice            # [C] each
 
 Importing this module imports no mlx; the first call does, so call `mtplab.backend.setup()` before it.
 `reference` defines the results, `plain` computes them with `mx`.
@@ -18,7 +18,7 @@ __all__ = ["Rows", "canvas_rows", "noise"]
 
 
 class Rows(NamedTuple):
-    """One value a position of the canvas, [C]; lazy until evaluated. Ids are int32, the rest float32."""
+    """One value a position of the canvas, [C]. Ids are int32, the rest float32."""
 
     choice: mx.array  # argmax of the raw logits, lowest id on ties; -1: the row holds a NaN
     top: mx.array  # maximum of the raw logits
@@ -44,7 +44,8 @@ def canvas_rows(
     """Maximum, log-sum-exp, entropy, argmax and proposal of every row. `logits` [C, V], any float type.
 
     The proposal is sampled with the noise of `key` (uint32 [2], see `noise`), or with `noise` [C, V], draws from Exp(1)
-    made elsewhere; without either it is the argmax. Raises ValueError for shapes or a temperature that do not fit.
+    made elsewhere; without either it is the argmax. A vocabulary of more than one piece is evaluated piece by piece, a
+    smaller one not at all. Raises ValueError for shapes or a temperature that do not fit.
     """
     from . import plain
 

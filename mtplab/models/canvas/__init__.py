@@ -2,17 +2,21 @@
 
     model = load_denoiser("lab-canvas")        # a bundled name, a folder or a hub id
 
-`base.Denoiser` is the surface; `gemma` (DiffusionGemma) and `llada` (LLaDA 2) are the families.
+`base.Denoiser` is the surface; `gemma` (DiffusionGemma) and `llada` (LLaDA 2) are the families. Importing this package
+imports no mlx; `load_denoiser` and the modules that compute do.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mtplab.models.canvas.base import CanvasCache, Denoiser
 from mtplab.models.canvas.names import is_canvas
 
-__all__ = ["CanvasCache", "Denoiser", "is_canvas", "load_denoiser"]
+if TYPE_CHECKING:
+    from mtplab.models.canvas.base import Denoiser
+
+__all__ = ["is_canvas", "load_denoiser"]
 
 
 def load_denoiser(name: str | Path, *, dtype: str | None = None) -> Denoiser:

@@ -5,9 +5,9 @@
     logits = model.denoise(canvas, None, cache)           # any number of times; reads, never writes
     model.commit(tokens, cache)                           # the one writing pass of a finished canvas
 
-Models differ in three declared facts: what a canvas begins with (`start`: uniform random ids, or `mask_id`), whether the
-distribution of the step before is fed back (`self_conditioning`), and whether committed rows saw what came after them
-(`commit_order`: "causal", or "block", both ways inside a block).
+Models differ in three declared facts: what a canvas begins with (`start`: uniform random ids, or `mask_id`), whether
+the distribution of the step before is fed back (`self_conditioning`), and whether committed rows saw what came after
+them (`commit_order`: "causal", or "block", both ways inside a block).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Denoiser(ABC):
 
     @abstractmethod
     def prefill(self, tokens: Sequence[int], cache: CanvasCache, step: int = 512) -> None:
-        """Write the prompt in chunks of `step` tokens, each evaluated. Raises RequestError for ids that do not exist."""
+        """Write the prompt in chunks of `step` tokens, each evaluated. Raises RequestError for unknown ids."""
 
     @abstractmethod
     def denoise(self, canvas: mx.array, conditioning: mx.array | None, cache: CanvasCache) -> mx.array:

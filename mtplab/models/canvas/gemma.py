@@ -14,87 +14,15 @@ tests compare it. Parameter paths are the checkpoint's names. What is easy to mi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mtplab.errors import ModelError
 from mtplab.models.canvas.base import CanvasCache, Denoiser
+from mtplab.models.canvas.config import FULL, SLIDING
+from mtplab.models.canvas.config import GemmaArgs as Args
 from mtplab.models.canvas.layers import Rope, Stacked, causal_mask, join, mix, rms
-
-SLIDING, FULL = "sliding_attention", "full_attention"
-ROPE = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
-}
-
-
-@dataclass(frozen=True)
-class Args:
-    """The text part of config.json. Defaults are transformers' where a published config may leave a key out."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    layer_types: tuple[str, ...]
-    sliding_window: int
-    num_experts: int
-    top_k_experts: int
-    moe_intermediate_size: int
-    rope: dict[str, dict[str, Any]]
-    global_head_dim: int = 512
-    num_global_key_value_heads: int | None = None
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    final_logit_softcapping: float = 30.0
-    max_position_embeddings: int = 131_072
-    canvas_length: int = 256
-
-    @staticmethod
-    def read(config: dict[str, Any]) -> Args:
-        """Raises ModelError for a key that is missing or says what this module does not do."""
-        text = config.get("text_config") or {}
-        given = {k: text[k] for k in Args.__dataclass_fields__ if text.get(k) is not None}
-        layers = text.get("num_hidden_layers")
-        types = list(text.get("layer_types") or [FULL if i % 6 == 5 else SLIDING for i in range(layers or 0)])
-        if types:
-            types[-1] = FULL  # as transformers does: the last layer always sees everything
-        given |= {"layer_types": tuple(types), "rope": ROPE | (text.get("rope_parameters") or {})}
-        given["canvas_length"] = config.get("canvas_length") or 256
-        try:
-            args = Args(**given)
-        except TypeError as error:
-            missing = [k for k in Args.__dataclass_fields__ if k not in given and f"'{k}'" in str(error)]
-            raise ModelError(f"text_config of this diffusion_gemma checkpoint lacks {', '.join(missing)}") from error
-        args.check(text, layers, config)
-        return args
-
-    def check(self, text: dict[str, Any], layers: int | None, config: dict[str, Any]) -> None:
-        refused = {
-            "hidden_activation": text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
-            "use_bidirectional_attention": text.get("use_bidirectional_attention") == "all",
-            "tie_word_embeddings": config.get("tie_word_embeddings") is False,
-            "layer_types": len(self.layer_types) != layers or not set(self.layer_types) <= {SLIDING, FULL},
-            "rope_parameters": any(
-                self.rope[k].get("rope_type") != ROPE[k]["rope_type"] or "rope_theta" not in self.rope[k] for k in ROPE
-            ),
-            "top_k_experts": not 0 < self.top_k_experts <= self.num_experts,
-        }
-        for key, bad in refused.items():
-            if bad:
-                value = text.get(key, config.get(key))
-                raise ModelError(f"{key} = {value!r} in config.json is not supported for diffusion_gemma")
-
-    def heads(self, kind: str) -> tuple[int, int]:
-        """Key-value heads and head size of a layer."""
-        if kind == SLIDING:
-            return self.num_key_value_heads, self.head_dim
-        return self.num_global_key_value_heads or self.num_key_value_heads, self.global_head_dim
 
 
 class Attention(nn.Module):
@@ -158,7 +86,7 @@ class Router(nn.Module):
         self._eps, self._top, self._root = args.rms_norm_eps, args.top_k_experts, args.hidden_size**-0.5
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """x: [T, D] -> experts and their weights, [T, k]. The softmax over all, renormalized, is one over the chosen."""
+        """x: [T, D] -> experts and their weights, [T, k]. Softmax over all, renormalized, is one over the chosen."""
         scores = self.proj(rms(x, self._eps) * self.scale * self._root).astype(mx.float32)
         experts = mx.argpartition(scores, kth=-self._top, axis=-1)[:, -self._top :]
         weights = mx.softmax(mx.take_along_axis(scores, experts, axis=-1), axis=-1)

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-
 FEW_EXPERTS = 8  # up to here all experts run on every row: two products instead of a gather per row and expert
 
 

@@ -48,7 +48,9 @@ def load(name: str | Path, *, dtype: str | None = None) -> Denoiser:
     cast = loader.choose_dtype(dtype)
     denoiser: Denoiser = denoiser_class(kind)(config)
     found = sort_names(kind, tensors)
-    weights = loader.read_tensors(folder, tensors, {*found.text.values(), *found.copies})
+    weights = loader.read_tensors(
+        folder, tensors, {n for group in found.text.values() for n in group} | set(found.copies)
+    )
     _fill(denoiser.model, found, weights, config)
     loader._cast(denoiser.model, cast)
     mx.eval(denoiser.model.parameters())
@@ -62,7 +64,7 @@ def load(name: str | Path, *, dtype: str | None = None) -> Denoiser:
 
 def _fill(model: nn.Module, found: Sorted, weights: dict[str, mx.array], config: dict[str, Any]) -> None:
     """Pack the modules that the file stores packed, compare names and shapes, load."""
-    stored = {path: weights[name] for path, name in found.text.items()}
+    stored = {path: _stack(path, [weights[n] for n in names]) for path, names in found.text.items()}
 
     def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in stored or not hasattr(module, "to_quantized"):
@@ -81,17 +83,25 @@ def _fill(model: nn.Module, found: Sorted, weights: dict[str, mx.array], config:
     if missing:
         raise ModelError(f"the checkpoint lacks {_listing(missing)}; does config.json belong to these files?")
     if left:
-        names = [found.text[path] for path in left]
-        raise ModelError(f"the checkpoint has tensors that nobody uses: {_listing(names)}")
+        raise ModelError(f"the checkpoint has tensors that nobody uses: {_listing([found.text[p][0] for p in left])}")
     for path, array in wanted.items():
         if stored[path].shape != array.shape:
             shapes = f"{list(stored[path].shape)}, the config asks for {list(array.shape)}"
-            raise ModelError(f"{found.text[path]} has shape {shapes}")
+            raise ModelError(f"{found.text[path][0]} has shape {shapes}")
     for name, path in found.copies.items():
         if path not in stored or not mx.array_equal(weights[name], stored[path]):
             raise ModelError(f"{name} should repeat {path} but differs from it; this model ties them")
     model.load_weights(list(stored.items()), strict=True)
     model.eval()
+
+
+def _stack(path: str, parts: list[mx.array]) -> mx.array:
+    """One tensor, or those of all experts of a layer."""
+    if len(parts) == 1 and ".mlp.experts." not in path:
+        return parts[0]
+    if len({a.shape for a in parts}) > 1:
+        raise ModelError(f"the experts of {path} differ in shape: {sorted({tuple(a.shape) for a in parts})}")
+    return parts[0] if parts[0].ndim == 3 else mx.stack(parts)
 
 
 def _listing(names: list[str]) -> str:
@@ -103,7 +113,7 @@ def refuse_nan(model: nn.Module, found: Sorted) -> None:
     mx.eval(flags)
     bad = sorted(n for n, ok in flags.items() if not ok.item())
     if bad:
-        raise ModelError(f"weight {found.text[bad[0]]} is not finite (NaN or infinity); the file is damaged")
+        raise ModelError(f"weight {found.text[bad[0]][0]} is not finite (NaN or infinity); the file is damaged")
 
 
 def facts(denoiser: Denoiser, found: Sorted, kind: str, dtype: str) -> dict[str, Any]:
