@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -262,10 +263,10 @@ def start(plan: Any, folder: Path | None, *, quiet: bool, name: str = "") -> Any
     return runner.start(folder, plan, Progress(quiet=quiet), command=COMMAND)
 
 
-def finish(store: Any, output: str, *, quiet: bool = False) -> Any:
-    """Run what is open, print the result, write the page; TrialsFailed where some trials have no result."""
+def finish(store: Any, output: str, *, quiet: bool = False, show: Callable[[str], Any] = out) -> None:
+    """Run what is open, print the result (`show`), write the page; TrialsFailed where some trials have no result."""
     from mtplab.report import canvas_page
-    from mtplab.report.canvas_results import load_results, show
+    from mtplab.report.canvas_results import load_results, rendered
     from mtplab.trials import runner
     from mtplab.trials.canvas_worker import COMMAND
     from mtplab.trials.plan import order
@@ -273,7 +274,7 @@ def finish(store: Any, output: str, *, quiet: bool = False) -> Any:
 
     failed = runner.run(store, Progress(quiet=quiet), command=COMMAND)
     results = load_results(store.folder)
-    out(show(results, output))
+    show(rendered(results, output))
     path = canvas_page.write(results)
     if not quiet:
         tell(f"page: {path}")

@@ -102,7 +102,7 @@ COLUMNS = (
 )
 
 
-def show(results: CanvasResults, form: str) -> str:
+def rendered(results: CanvasResults, form: str) -> str:
     """The result of a run in one of the five formats; `json` is the document in one line."""
     if form == "json":
         return dumps(results.document()) + "\n"
