@@ -124,7 +124,8 @@ def vlm(args: argparse.Namespace, folder: Path) -> Iterator[float]:
     from mlx.utils import tree_map
 
     model = load_model(folder)
-    model.update(tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters()))
+    floats = tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
+    model.update(floats)
     mx.eval(model.parameters())
     # Without these keys it does not stop early; with them it would at its own thresholds.
     model.config.generation_config = {"max_new_tokens": 256, "t_min": 0.4, "t_max": 0.8}

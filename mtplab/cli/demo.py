@@ -52,7 +52,8 @@ def demo(
         sweep.finish(store, output, quiet=quiet, show=show)
         if canvas is not None:
             if not quiet:
-                tell(f"denoising steps {', '.join(map(str, second.steps))} x {second.seeds} seeds, {prompts} prompts each")
+                steps = ", ".join(map(str, second.steps))
+                tell(f"denoising steps {steps} x {second.seeds} seeds, {prompts} prompts each")
             _gap(output)
             denoise.finish(canvas, output, quiet=quiet, show=show)
     finally:

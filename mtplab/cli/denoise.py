@@ -219,7 +219,7 @@ def _end(session: Any, records: list[Any], text: str, settings: Any, output: str
     from mtplab.trials.canvas_arms import collect
     from mtplab.trials.files import dumps
 
-    request = collect(records, settings.effective() | session.effective)
+    request = collect(records, session.settings(settings))
     if output == "table" and not text.endswith("\n"):
         out("\n")
     if output == "json":

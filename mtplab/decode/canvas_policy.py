@@ -104,7 +104,10 @@ def resolve(
     chosen = {k: v for k, v in asked.items() if v is not None and k != "sampler"}
     named = sampler(asked.get("sampler") or ("confidence" if masked else "entropy"))
     checkpoint = {KEYS[k]: k for k, v in defaults.items() if k in KEYS and v is not None}
-    values = named | (MASKED if masked else {}) | {f: defaults[k] for f, k in checkpoint.items()} | chosen
+    # A number after the sampler's name was asked for; the rest of what the name stands for is its default.
+    number = {k: v for k, v in named.items() if k in THRESHOLDS.values()}
+    stored = {f: defaults[k] for f, k in checkpoint.items()}
+    values = named | (MASKED if masked else {}) | stored | number | chosen
     values.setdefault("canvas", canvas)
     if values.get("schedule") == "constant" and "t_min" not in chosen:
         values["t_min"] = values.get("t_max", CanvasPolicy().t_max)

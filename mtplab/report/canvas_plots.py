@@ -98,6 +98,8 @@ def settling(results: CanvasResults) -> str:
     figure, axes = _panels(results)
     for axis, corpus in zip(axes, _corpora(results), strict=True):
         table = metrics.settling(_longest(results, corpus))
+        if not table.size:
+            continue
         last = int(np.flatnonzero(table.sum(axis=1)).max(initial=0)) + 1
         image = axis.imshow(
             table[:last], aspect="auto", origin="lower", cmap="Blues", vmin=0, interpolation="nearest",
@@ -121,5 +123,6 @@ def entropy(results: CanvasResults) -> str:
             axis.plot(xs, [v for v, _ in means], color=PALETTE[place % len(PALETTE)], label=f"{steps} steps")
         axis.set(xlabel="step", ylabel="mean entropy, nats")
         axis.set_ylim(bottom=0)
-        axis.legend(frameon=False, fontsize=8)
+        if mine:
+            axis.legend(frameon=False, fontsize=8)
     return svg(figure, "canvas-entropy")

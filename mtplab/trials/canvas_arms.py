@@ -57,13 +57,18 @@ class Session:
             self.denoiser, tokens, policy=self.policy, settings=settings, stops=stops, clock=self.clock, request=request
         )
 
+    def settings(self, settings: Settings) -> dict[str, Any]:
+        """The effective value of everything; `stop` is the policy's, the stop strings are `stop_text`."""
+        own = settings.effective()
+        return {"stop_text": own.pop("stop")} | own | self.effective
+
     def request(
         self, tokens: Sequence[int], *, request: int, settings: Settings, id: str = "0", corpus: str = ""
     ) -> CanvasRequest:
         """`run` to its end, as one record."""
         return collect(
             list(self.run(tokens, request=request, settings=settings)),
-            settings.effective() | self.effective,
+            self.settings(settings),
             id=id,
             corpus=corpus,
         )

@@ -308,3 +308,19 @@ def test_logits_that_are_no_numbers_are_named():
 
     with pytest.raises(ModelError, match="not finite in canvas 0, step 1"):
         play(Scripted(script, 4), CanvasPolicy(canvas=4, steps=5))
+
+
+def test_a_trace_changes_nothing_and_reads_back(tmp_path):
+    from mtplab.trials.trace import TraceWriter, read_trace
+
+    def loop():
+        settings = Settings(max_tokens=12, seed=3)
+        return denoise(
+            Scripted(open_minded, 4), [1], policy=CanvasPolicy(canvas=4, steps=6), settings=settings,
+            stops=Stops(settings), clock=ScriptedClock(1),
+        )  # fmt: skip
+
+    with TraceWriter(tmp_path / "trace.jsonl") as trace:
+        watched = list(trace.watch(loop(), request="0"))
+    assert watched == list(loop())
+    assert [record for _, record in read_trace(tmp_path / "trace.jsonl")] == watched
