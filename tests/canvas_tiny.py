@@ -59,9 +59,14 @@ def random_weights(settings: dict[str, Any], seed: int = 0) -> dict[str, mx.arra
 
 
 def file_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The published names: fused experts carry no `.weight`."""
-    fused = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
-    return {n.removesuffix(".weight") if n.endswith(fused) else n: a for n, a in weights.items()}
+    """The published names: fused experts carry no `.weight`, and LLaDA's lie one by one."""
+    fused, out = (".experts.gate_up_proj.weight", ".experts.down_proj.weight"), {}
+    for name, a in weights.items():
+        if ".mlp.experts." in name:
+            out |= {name.replace(".experts.", f".experts.{i}."): one for i, one in enumerate(a)}
+        else:
+            out[name.removesuffix(".weight") if name.endswith(fused) else name] = a
+    return out
 
 
 def write(folder: Path, settings: dict[str, Any], weights: dict[str, mx.array], generation: Any = None) -> Path:
