@@ -121,7 +121,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "length"), zip(CASES, (19, 3, 3, 19), strict=True), ids=list(CASES))
+@pytest.mark.parametrize(("case", "length"), list(zip(CASES, (19, 3, 3, 19), strict=True)), ids=list(CASES))
 def test_every_step_of_several_canvases_is_the_references(pair, case, length, monkeypatch):
     from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
