@@ -163,6 +163,9 @@ def single(
     )
     session = Session(load_denoiser(common["model"] or "lab-canvas", dtype=common["dtype"]), asked)
     tokens = encode(session.denoiser.tokenizer, text, chat)
+    from mtplab.report.canvas_stream import effective_line
+
+    tell(effective_line(session.effective))
     stream(session, tokens, settings, output, drawing=show and _draws(color))
 
 

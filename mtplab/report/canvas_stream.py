@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mtplab.records import canvas_metrics as metrics
@@ -61,6 +61,13 @@ class Drawing:
             return ""
         up, self._rows = self._rows - 1, 0
         return "\r" + (f"\x1b[{up}A" if up else "") + CLEAR
+
+
+def effective_line(effective: Mapping[str, Any]) -> str:
+    """The settings in force that are not the reference's, each with where it came from."""
+    sources = effective["sources"]
+    said = [f"{k} {effective[k]} ({v})" for k, v in sources.items() if v != "reference"]
+    return f"settings: {', '.join([*said, 'the rest as in the published reference'])}"
 
 
 def statistics(request: CanvasRequest) -> dict[str, Any]:

@@ -126,6 +126,7 @@ def one(model, *more):
 def test_text_json_records_and_drawing_agree(gemma, call):
     code, text, err = call(*one(gemma))
     assert code == 0 and "14 tokens in 2 canvases of 12" in err and "steps used" in err
+    assert "steps 4 (request)" in err and "t_max 0.9 (checkpoint: generation_config.json: t_max)" in err
     document = json.loads(call(*one(gemma, "-o", "json"))[1])
     assert document["text"] + "\n" == text and len(document["tokens"]) == TOKENS
     assert document["settings"]["sources"]["t_max"].startswith("checkpoint")
