@@ -6,8 +6,8 @@ threshold, mtplab is told not to), and read every finished canvas on the host. m
 gets a tokenizer that does nothing. mlx-vlm leaves out acceptance in the last step, mtplab does not.
 
 Time is read as each canvas is handed over. `canvas_ms` = (t_last - t_first) / (canvases - 1): a commit and all steps;
-`step_ms` = that over the steps; `cpu_ms` = CPU time a step, which a busy machine disturbs less. Prefill and start-up are
-in none of them.
+`step_ms` = that over the steps; `cpu_ms` = CPU time a step, which a busy machine disturbs less. Prefill and start-up
+are in none of them.
 
 `--model tiny` and `--model small` build random checkpoints; a folder or a bundled name is taken as it is. mlx-vlm may
 live elsewhere: `--mlx-vlm .../site-packages` is searched last, so that both sides run on the same mlx. Sides that are
