@@ -13,10 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mtplab.errors import ModelError
+from mtplab.errors import ModelError, RequestError
 from mtplab.models import headers, loader
 from mtplab.models.canvas.base import Denoiser
 from mtplab.models.canvas.defaults import read_defaults
+from mtplab.models.canvas.layers import FEW_EXPERTS, Stacked
 from mtplab.models.canvas.names import FAMILIES, Sorted, is_canvas, sort_names
 from mtplab.models.heads import stored_kind
 from mtplab.models.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ def load(name: str | Path, *, dtype: str | None = None) -> Denoiser:
         folder, tensors, {n for group in found.text.values() for n in group} | set(found.copies)
     )
     _fill(denoiser.model, found, weights, config)
+    check_dtype(denoiser.model, cast)
     loader._cast(denoiser.model, cast)
     mx.eval(denoiser.model.parameters())
     if sum(a.nbytes for _, a in tree_flatten(denoiser.model.parameters())) <= loader.NAN_CHECK_BYTES:
@@ -60,6 +62,16 @@ def load(name: str | Path, *, dtype: str | None = None) -> Denoiser:
     denoiser.defaults, denoiser.default_sources = read_defaults(folder, config, denoiser.canvas)
     denoiser.facts |= facts(denoiser, found, kind, "as stored" if cast is None else str(cast).split(".")[-1])
     return denoiser
+
+
+def check_dtype(model: nn.Module, cast: mx.Dtype | None) -> None:
+    """On the CPU mlx gathers experts in float32 only; packed ones are another product."""
+    gathered = any(type(m) is Stacked and m.weight.shape[0] > FEW_EXPERTS for m in model.modules())
+    if gathered and cast is not None and cast != mx.float32 and mx.default_device() == mx.Device(mx.cpu):
+        name = str(cast).split(".")[-1]
+        raise RequestError(
+            f"dtype {name} cannot be honoured: on the CPU these experts run in float32 only; leave it out"
+        )
 
 
 def _fill(model: nn.Module, found: Sorted, weights: dict[str, mx.array], config: dict[str, Any]) -> None:

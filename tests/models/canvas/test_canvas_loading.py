@@ -131,6 +131,18 @@ def test_packed_experts_that_are_chosen_by_gather(tmp_path):
         same(*packed_copies(folder, lambda s, kind=kind: kind if "experts" in s else "", tmp_path / kind))
 
 
+@pytest.mark.parametrize(("dtype", "within"), [("float16", 0.02), ("bfloat16", 0.1)])
+def test_16_bits_are_honoured_or_refused(source, tmp_path, dtype, within):
+    whole, half = answers(load_denoiser(source)), answers(load_denoiser(source, dtype=dtype))
+    for a, b in zip(whole, half, strict=True):
+        assert b.dtype == mx.float32
+        # The mean: a row whose router stood at a tie may well take another expert.
+        assert 0 < mx.abs(a - b).mean().item() < within
+    folder = canvas_tiny.build(tmp_path / "many", "gemma", text={"num_experts": 12})
+    with pytest.raises(RequestError, match=f"{dtype} cannot be honoured"):
+        load_denoiser(folder, dtype=dtype)
+
+
 def test_biases_missing_or_not_wanted(source, tmp_path):
     stem = "model.decoder.embed_tokens"
     packed_copies(source, lambda s: "affine4", tmp_path)

@@ -54,7 +54,7 @@ def test_it_fits_and_says_what_it_is(lab):
 
 
 def test_the_encoder_pass_is_a_language_model_of_both_texts(lab, texts):
-    loss = {k: np.mean([nll(lab.encoder_logits(ids[:-1]), ids[1:]) for ids in rows]) for k, rows in texts.items()}
+    loss = {k: np.mean([nll(lab.encoder_logits(ids[:-1]), ids[1:]) for ids in rows[:8]]) for k, rows in texts.items()}
     assert loss["c"] < loss["novel"] < math.log(200)
 
 
@@ -70,7 +70,7 @@ def denoised(lab, ids: list[int], share: float, seed: int) -> tuple[float, float
 
 def test_the_decoder_pass_tells_noise_from_text(lab, texts):
     """The less noise, the smaller the loss over all positions, at the first step and with its answer fed back."""
-    rows = [ids for kind in texts.values() for ids in kind[:12]]
+    rows = [ids for kind in texts.values() for ids in kind[:4]]
     losses = {s: np.mean([denoised(lab, ids, s, i) for i, ids in enumerate(rows)], axis=0) for s in (0.0, 0.5, 1.0)}
     for fed_back in (0, 1):
         a, b, c = (losses[s][fed_back] for s in (0.0, 0.5, 1.0))
