@@ -36,6 +36,7 @@ class Loaded:
     folder: Path
     context: int  # positions the model was declared for
     facts: dict[str, Any] = field(default_factory=dict)
+    verifiers: dict[Any, Any] = field(default_factory=dict, repr=False)  # ways of verifying, opened once a model
 
 
 def resolve(name: str | Path) -> Path:
