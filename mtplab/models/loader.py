@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mtplab.errors import ModelError, RequestError
-from mtplab.models import headers, heads, headspec, mlxlm
+from mtplab.models import headers, headload, heads, headspec, kinds, mlxlm
 from mtplab.models.target import Target
 from mtplab.models.tokenizer import Tokenizer
 
@@ -84,10 +84,11 @@ def load_target(
             f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it"
         )
     quantized = any(n.endswith(".scales") for n in tensors)
-    cast = choose_dtype(dtype)
-    model = build_trunk(folder, config, tensors, trust_remote_code)
+    spec, cast = headspec.find_spec(config), choose_dtype(dtype)
+    in_head = set(headspec.head_names(spec, tensors)) if spec is not None else set()
+    kinds.check_files(tensors, config, in_head)
+    model = build_trunk(folder, config, tensors, in_head, trust_remote_code)
     _cast(model, cast)
-    spec = headspec.find_spec(config)
     if spec is not None:
         spec = headspec.with_options(spec, recursion, hidden)
     elif recursion or hidden:
@@ -129,21 +130,19 @@ def _cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
         )
 
 
-def build_trunk(folder: Path, config: dict, tensors: dict, trust_remote_code: bool) -> nn.Module:
-    """mlx-lm's model with the checkpoint's weights, strictly."""
+def build_trunk(folder: Path, config: dict, tensors: dict, in_head: set[str], trust_remote_code: bool) -> nn.Module:
+    """mlx-lm's model with the checkpoint's weights but for the head's (`in_head`), strictly."""
     plain = not any(k in config for k in ("quantization", "quantization_config", "model_file"))
     try:
         if plain and config.get("model_type") in mlxlm.DIRECT:
             model_class, args_class = mlxlm.classes(config)
             model = model_class(args_class.from_dict(config))
-            weights = read_tensors(folder, tensors)
+            weights = read_tensors(folder, tensors, set(tensors) - in_head)
             model.eval()
             model.load_weights(list(model.sanitize(weights).items() if hasattr(model, "sanitize") else weights.items()))
             return model
         mlxlm.classes(config)
-        from mlx_lm.utils import load_model
-
-        return load_model(folder, lazy=True, strict=True, trust_remote_code=trust_remote_code)[0]
+        return mlxlm.load(folder, in_head, trust_remote_code)
     except ModelError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
@@ -170,24 +169,24 @@ def wanted_layers(spec: Any, config: dict, tensors: dict, *, require: bool) -> i
         if require:
             raise ModelError(f"model_type {config.get('model_type')!r} has no MTP head that mtplab knows")
         return 0
-    declared, found = headspec.declared_layers(spec, config), headspec.head_names(spec, tensors)
-    key = spec.count_keys[0]
+    key, declared = headspec.declared(spec, config) or (spec.count_keys[0], None)
+    found = headspec.head_names(spec, tensors)
     if declared and not found:
-        first = spec.proj.format(p=spec.prefixes[0], i=0) + ".weight"
+        first = spec.name("proj", spec.prefixes[0], 0) + ".weight"
         raise ModelError(
             f"config.json declares {declared} MTP layer(s) ({key}) but the files hold no head tensor "
             f"(missing {first} and the rest); "
-            f"{heads.WITHOUT_HEAD}, or take a conversion that keeps it"
+            f"{headload.WITHOUT_HEAD}, or take a conversion that keeps it"
         )
     if found and declared == 0:
         raise ModelError(
-            f"the files hold head tensors ({found[0]}) but config.json says {key} = 0; {heads.WITHOUT_HEAD}"
+            f"the files hold head tensors ({found[0]}) but config.json says {key} = 0; {headload.WITHOUT_HEAD}"
         )
     if require and not found:
         raise ModelError("this checkpoint has no MTP head")
     if not found:
         return 0
-    return declared or 1 + max((int(m[1]) for n in found if (m := re.search(r"layers\.(\d+)\.", n))), default=0)
+    return declared or 1 + max((i for n in found if (i := headspec.layer_of(spec, n)) is not None), default=0)
 
 
 def _read_head(spec: Any, layers: int, folder: Path, config: dict, tensors: dict, target: Target, norms: str | None):
@@ -196,10 +195,13 @@ def _read_head(spec: Any, layers: int, folder: Path, config: dict, tensors: dict
     args = getattr(target.outer, "args", None) or target.model.args
     weights = read_tensors(folder, tensors, set(headspec.head_names(spec, tensors)))
     raw = None if norms is None else norms == "raw"
-    # A trunk whose convolutions are in raw layout is a raw checkpoint: its head is raw, too.
-    if raw is None and any(n.endswith("conv1d.weight") and t.shape[-1] != 1 for n, t in tensors.items()):
+    # A trunk with convolutions in raw layout, or experts under Step's own names, is a raw checkpoint, its head too.
+    if raw is None and any(
+        (n.endswith("conv1d.weight") and t.shape[-1] != 1) or (spec.family == "step3p5" and ".moe." in n)
+        for n, t in tensors.items()
+    ):
         raw = True
-    return heads.load_head(spec, layers, args, target, weights, config, raw_norms=raw)
+    return headload.load_head(spec, layers, args, target, weights, config, raw_norms=raw)
 
 
 def _refuse_nan(model: nn.Module, head: heads.Head | None) -> None:

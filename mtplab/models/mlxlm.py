@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 from mtplab.errors import ModelError
@@ -54,6 +55,40 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
         return importlib.import_module("mlx_lm.utils")._get_classes(config)
     except (ImportError, ValueError) as error:
         raise ModelError(f"model_type {kind!r} is not an architecture of the installed mlx-lm") from error
+
+
+def load(folder: Path, without: set[str], trust_remote_code: bool) -> Any:
+    """mlx-lm's own loader, on the checkpoint without the tensors named in `without`.
+
+    An architecture drops its MTP tensors in `sanitize`, but not all drop all of them (a layer number is fixed in one,
+    a prefix of a number in another): they are taken away before it, on this instance.
+    """
+    from mlx_lm.utils import _get_classes, load_model
+
+    from mtplab.models import layouts
+
+    def prepare(weights: dict[str, Any]) -> dict[str, Any]:
+        # Published also with numbered experts and with `.weight`; mlx-lm takes only the bare fused names.
+        kind = read.get("model_type") or ""
+        return layouts.experts(weights, (), "") if kind.startswith("qwen3_5_moe") else weights
+
+    read: dict[str, Any] = {}
+
+    def get_classes(config: dict[str, Any]) -> tuple[Any, type]:
+        model_class, args_class = _get_classes(config)
+        read.update(config)
+
+        def build(args: Any) -> Any:
+            model = model_class(args)
+            own = getattr(model, "sanitize", lambda weights: weights)
+            model.sanitize = lambda weights: own(prepare({n: a for n, a in weights.items() if n not in without}))
+            return model
+
+        return build, args_class
+
+    model, _ = load_model(folder, lazy=True, get_model_classes=get_classes, trust_remote_code=trust_remote_code)
+    del model.sanitize
+    return model
 
 
 def cache_module() -> types.ModuleType:
