@@ -18,8 +18,8 @@ from mtplab.errors import ModelError
 
 Tensors = dict[str, mx.array]
 
-EXPERT = re.compile(r"(.*)experts\.(\d+)\.(\w+)\.(weight|scales|biases)")
-FUSED = re.compile(r"(.*)(?:experts|switch_mlp)\.(gate_up_proj|up_proj|down_proj)(?:\.(weight|scales|biases))?")
+EXPERT = re.compile(r"((?:.*\.)?)experts\.(\d+)\.(\w+)\.(weight|scales|biases)")
+FUSED = re.compile(r"((?:.*\.)?)(?:experts|switch_mlp)\.(gate_up_proj|up_proj|down_proj)(?:\.(weight|scales|biases))?")
 STEP = (
     (r"^moe\.(gate|up|down)_proj\.", r"mlp.switch_mlp.\1_proj."),
     (r"^moe\.gate\.", "mlp.gate.gate."),

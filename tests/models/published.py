@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 Tensors = dict[str, torch.Tensor]
+torch.set_num_threads(1)  # tiny products: threads only wait for each other
 
 
 @dataclass
