@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mtplab.models import headload, heads, headspec, mlxlm
+from mtplab.models import heads, headspec, mlxlm
 from mtplab.models.target import Target
 
 VOCAB = 97
@@ -84,7 +84,7 @@ def build(folder: Path, kind: str, seed: int = 0, *, head_layers: int | None = N
         randomize(head, seed + 1)
         params = dict(tree_flatten(head.parameters()))
         prefix = spec.prefixes[0]
-        weights |= {n: params[p] for n, p in headload.expected_names(spec, head, prefix).items()}
+        weights |= {n: params[p] for n, p in heads.expected_names(spec, head, prefix).items()}
     write(folder, config, weights)
     return folder
 

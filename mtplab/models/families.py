@@ -116,3 +116,18 @@ SPECS: tuple[HeadSpec, ...] = (
     MIMO, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA, GLM4_MOE, GLM4_MOE_LITE, STEP3P5,
     NEMOTRON_H,
 )  # fmt: skip
+
+# Known families without a row, and why. The first have no trunk in mlx-lm either.
+NO_TRUNK = {
+    "qwen4_exp": "mlx-lm has no trunk for qwen4_exp (Qwen3.8-Flash-Next), and mtplab takes trunks from mlx-lm only",
+    "deepseek_v4": "mlx-lm has no trunk for deepseek_v4, and mtplab takes trunks from mlx-lm only",
+    "gemma4_assistant": "this is the assistant of a Gemma 4 target; give it with --assistant beside the target",
+    "gemma4_unified_assistant": "this is the assistant of a Gemma 4 target; give it with --assistant beside the target",
+}
+GEMMA = "Gemma 4 drafts with an assistant, which is a checkpoint of its own; give it with --assistant"
+NO_HEAD = NO_TRUNK | {
+    "deepseek_v41": "deepseek_v41 drafts whole blocks (dspark), which is no chain head and not supported",
+    "gemma4": GEMMA,
+    "gemma4_text": GEMMA,
+    "gemma4_unified": GEMMA,
+}

@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten
 
 from mtplab.errors import ModelError
 from mtplab.models import kinds, layouts
-from mtplab.models.heads import Head
-from mtplab.models.headspec import HeadSpec, head_names
+from mtplab.models.heads import Head, choose_prefix, tensor_name
+from mtplab.models.headspec import RAW_BELOW, SHIFTED_ABOVE, HeadSpec, head_names
 from mtplab.models.target import Target
 
 WITHOUT_HEAD = "run the arms that need no head (baseline, depth0, ngramN)"
@@ -34,7 +34,8 @@ def load_head(
     `weights` are the head's tensors under their file names; `raw_norms` says whether zero-centred norm weights are
     stored as such (None: decided from their means, refused where they do not tell).
     """
-    head, prefix = Head(spec, args, layers, target), choose_prefix(spec, weights)
+    head, weights = Head(spec, args, layers, target), layouts.from_fp8(weights)
+    prefix = choose_prefix(spec, weights)
     own_embeddings(head, prefix, weights)
     chosen, used = collect(head, args, prefix, weights)
     quantize_as_stored(head, prefix, chosen, config)
@@ -60,26 +61,6 @@ def load_head(
 
 def _listing(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def choose_prefix(spec: HeadSpec, names: Mapping[str, Any] | set[str]) -> str:
-    """The first declared prefix under which the fusion projection exists, else the first."""
-    return next((p for p in spec.prefixes if f"{spec.name('proj', p, 0)}.weight" in names), spec.prefixes[0])
-
-
-def tensor_name(spec: HeadSpec, prefix: str, path: str) -> str:
-    """Checkpoint name of a parameter path of the head, e.g. layers.0.block.mlp.up_proj.weight."""
-    _, layer, part, rest = path.split(".", 3)
-    block = 0
-    if part == "block" and spec.pattern is not None:
-        _, number, rest = rest.split(".", 2)
-        block = int(number)
-    return f"{spec.name(part, prefix, int(layer), block)}.{rest}"
-
-
-def expected_names(spec: HeadSpec, head: Head, prefix: str) -> dict[str, str]:
-    """checkpoint name -> parameter path inside `head`."""
-    return {tensor_name(spec, prefix, path): path for path, _ in tree_flatten(head.parameters())}
 
 
 def own_embeddings(head: Head, prefix: str, weights: Mapping[str, mx.array]) -> None:
@@ -160,10 +141,10 @@ def centre_norms(weights: dict[str, mx.array], raw: bool | None, name: Any) -> d
     means = {p: weights[p].astype(mx.float32).mean().item() for p in norms}
     mean = sum(means.values()) / len(norms)
     if raw is None:
-        if 0.4 <= mean <= 0.7:
+        if RAW_BELOW <= mean <= SHIFTED_ABOVE:
             raise ModelError(
                 f"cannot tell whether the head's norm weights ({name(norms[0])} and the rest, mean {mean:.2f}) are "
                 "zero-centred; use --head-norms raw or --head-norms shifted"
             )
-        raw = mean < 0.4
+        raw = mean < RAW_BELOW
     return {p: a + 1.0 if raw and p in norms else a for p, a in weights.items()}

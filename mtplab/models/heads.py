@@ -8,10 +8,12 @@ depth d, each with a cache of its own.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mtplab.errors import ModelError
 from mtplab.models.cache import flatten
@@ -104,6 +106,10 @@ class Head(nn.Module):
     def spec(self) -> HeadSpec:
         return self._spec
 
+    def effective(self) -> dict[str, Any]:
+        """The row as it is used and the number of layers, for the record."""
+        return self._spec.effective() | {"layers": len(self.layers)}
+
     @property
     def file_names(self) -> dict[str, str]:
         """Name in the checkpoint of every parameter path."""
@@ -133,3 +139,23 @@ class Head(nn.Module):
         """normed: [m, D] -> [m, V] through the unembedding of depth's layer, or the trunk's."""
         own = getattr(self.layers[(depth - 1) % len(self.layers)], "unembed", None)
         return self._target.unembed(normed) if own is None else own(normed)
+
+
+def choose_prefix(spec: HeadSpec, names: Mapping[str, Any] | set[str]) -> str:
+    """The first declared prefix under which the fusion projection exists, else the first."""
+    return next((p for p in spec.prefixes if f"{spec.name('proj', p, 0)}.weight" in names), spec.prefixes[0])
+
+
+def tensor_name(spec: HeadSpec, prefix: str, path: str) -> str:
+    """Checkpoint name of a parameter path of the head, e.g. layers.0.block.mlp.up_proj.weight."""
+    _, layer, part, rest = path.split(".", 3)
+    block = 0
+    if part == "block" and spec.pattern is not None:
+        _, number, rest = rest.split(".", 2)
+        block = int(number)
+    return f"{spec.name(part, prefix, int(layer), block)}.{rest}"
+
+
+def expected_names(spec: HeadSpec, head: Head, prefix: str) -> dict[str, str]:
+    """checkpoint name -> parameter path inside `head`."""
+    return {tensor_name(spec, prefix, path): path for path, _ in tree_flatten(head.parameters())}

@@ -15,6 +15,7 @@ from typing import Any
 from mtplab.errors import ModelError, RequestError
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+RAW_BELOW, SHIFTED_ABOVE = 0.4, 0.7  # mean of the head's norm weights; between them nobody can tell
 PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 
 
@@ -72,8 +73,8 @@ def _bind(spec: HeadSpec, config: Mapping[str, Any], text: Mapping[str, Any]) ->
     trunk = next((s["num_hidden_layers"] for s in (text, config) if isinstance(s.get("num_hidden_layers"), int)), 0)
     if spec.pattern is None:
         return replace(spec, trunk_layers=trunk)
-    for source in (config, text):
-        trunk = trunk or len(source.get("hybrid_override_pattern") or source.get("layers_block_type") or ())
+    for value in (s.get(k) for s in (config, text) for k in ("hybrid_override_pattern", "layers_block_type")):
+        trunk = trunk or (len(value) if isinstance(value, (str, list)) else 0)
     return replace(spec, trunk_layers=trunk, pattern=_pattern(config) or spec.pattern)
 
 
@@ -102,7 +103,8 @@ def with_options(spec: HeadSpec, recursion: str | None, hidden: str | None) -> H
 
 def declared(spec: HeadSpec, config: Mapping[str, Any]) -> tuple[str, int] | None:
     """(key, number of head layers) as the config has it, or None if it says nothing."""
-    for source in (config, config.get("text_config") or {}):
+    text = config.get("text_config")
+    for source in (config, text if isinstance(text, dict) else {}):
         for key in spec.count_keys:
             value = source.get(key)
             if value is not None:
@@ -123,6 +125,15 @@ def head_names(spec: HeadSpec, names: Iterable[str]) -> list[str]:
     if spec.marks:
         return [n for n in names if any(f".{m}" in f".{n}" for m in spec.marks)]
     return [n for n in names if (number := _number(spec, n)) is not None and number >= spec.trunk_layers]
+
+
+def raw_layout(spec: HeadSpec, tensors: Mapping[str, Any]) -> bool:
+    """Does the trunk's layout say that this is a raw checkpoint: convolutions channels first, experts under Step's
+    own names? Its head's norms are then stored raw, too. `tensors`: name -> anything with a `shape`."""
+    return any(
+        (n.endswith("conv1d.weight") and t.shape and t.shape[-1] != 1) or (spec.family == "step3p5" and ".moe." in n)
+        for n, t in tensors.items()
+    )
 
 
 def layer_of(spec: HeadSpec, name: str) -> int | None:

@@ -9,7 +9,7 @@ or splits: a name that is not known here stays and is then a left-over, which is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -36,7 +36,6 @@ def to_module_names(stored: Tensors, wanted: Collection[str], args: Any, where: 
     the checkpoint, for errors.
     """
     out = {_step(n): a for n, a in stored.items() if not n.endswith("rotary_emb.inv_freq")}
-    out = _from_fp8(out, where)
     return _split_kv(experts(out, wanted, where), args)
 
 
@@ -51,18 +50,18 @@ def _step(name: str) -> str:
     return name
 
 
-def _from_fp8(tensors: Tensors, where: str) -> Tensors:
-    """fp8 weights with one scale per 128 x 128 block -> bfloat16."""
+def from_fp8(tensors: Mapping[str, mx.array]) -> Tensors:
+    """fp8 weights with one scale per 128 x 128 block -> bfloat16, everything else as it is."""
     out = {n: a for n, a in tensors.items() if not n.endswith("weight_scale_inv")}
     for name, scale in tensors.items():
         stem = name.removesuffix("_scale_inv")
         if stem == name:
             continue
         if stem not in out:
-            raise ModelError(f"{where}.{name} is the scale of a weight that is missing")
+            raise ModelError(f"{name} is the scale of a weight that is missing")
         rows, cols = out[stem].shape
         if scale.shape != (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK)):
-            raise ModelError(f"{where}.{name} has shape {list(scale.shape)}, which does not fit {stem}")
+            raise ModelError(f"{name} has shape {list(scale.shape)}, which does not fit {stem}")
         wide = mx.repeat(mx.repeat(scale, FP8_BLOCK, axis=0), FP8_BLOCK, axis=1)[:rows, :cols]
         out[stem] = (mx.from_fp8(out[stem], dtype=mx.bfloat16) * wide).astype(mx.bfloat16)
     return out

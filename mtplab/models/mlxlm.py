@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.errors import ModelError
+from mtplab.models.families import NO_TRUNK
 
 # Families whose class is simply mlx_lm.models.<model_type>: no need to ask mlx-lm's remapping tables.
 DIRECT = frozenset({"llama", "mimo", "qwen2", "qwen3", "qwen3_5", "qwen3_next", "gemma3_text", "deepseek_v3"})
@@ -48,6 +49,8 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ModelError(f"config.json has model_type {kind!r}; it must name an architecture of mlx-lm")
+    if kind in NO_TRUNK:
+        raise ModelError(NO_TRUNK[kind])
     try:
         if kind in DIRECT:
             module = importlib.import_module(f"mlx_lm.models.{kind}")

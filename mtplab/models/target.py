@@ -17,7 +17,6 @@ from mtplab.errors import ModelError
 from mtplab.models import cache as caches
 from mtplab.models.tap import tap
 
-
 EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings")
 
 

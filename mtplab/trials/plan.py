@@ -51,6 +51,7 @@ class Plan:
     recursion: str | None = None  # these three override the head family's row where public codes differ
     hidden: str | None = None
     head_norms: str | None = None
+    assistant: str | None = None  # checkpoint of a Gemma 4 assistant that drafts instead of a head
     trust_remote_code: bool = False
     trial_timeout_s: float = 3600.0
     repeat_disturbed: bool = True

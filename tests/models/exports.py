@@ -10,7 +10,7 @@ import mlx.core as mx
 import tiny
 from mlx.utils import tree_flatten
 
-from mtplab.models import headload
+from mtplab.models import heads
 
 KINDS: dict[str, dict[str, Any] | None] = {
     "float": None,
@@ -26,7 +26,7 @@ def convert(
     loaded: Any,
     folder: Path,
     trunk: dict | None = None,
-    head: dict | None | str = "as trunk",
+    head: dict | str | None = "as trunk",
     *,
     unpack: bool = False,
     entries: str = "",
@@ -42,8 +42,8 @@ def convert(
     _store(out, table, weights, quantizable, trunk, unpack)
     if loaded.head is not None:
         values = dict(tree_flatten(loaded.head.parameters()))
-        prefix = headload.choose_prefix(loaded.head.spec, set(loaded.head.file_names.values()))
-        names = headload.expected_names(loaded.head.spec, loaded.head, prefix)
+        prefix = heads.choose_prefix(loaded.head.spec, set(loaded.head.file_names.values()))
+        names = heads.expected_names(loaded.head.spec, loaded.head, prefix)
         modules = {n for n, m in loaded.head.named_modules() if hasattr(m, "to_quantized")}
         stems = {name.rsplit(".", 1)[0] for name, path in names.items() if path.rsplit(".", 1)[0] in modules}
         _store(out, table, {n: values[p] for n, p in names.items()}, stems, head, unpack)

@@ -43,7 +43,8 @@ STEP = {k: v for k, v in COMMON.items() if k != "pad_token_id"} | GQA | {
     "attention_other_setting": {"num_attention_heads": 4, "num_attention_groups": 2}, "rope_parameters": None,
     "rope_theta": 10000.0, "moe_router_scaling_factor": 3.0,
 }  # fmt: skip
-NEMOTRON = {k: v for k, v in COMMON.items() if k not in ("rms_norm_eps", "rope_parameters", "num_hidden_layers")} | GQA | {
+UNUSED = ("rms_norm_eps", "rope_parameters", "num_hidden_layers")
+NEMOTRON = {k: v for k, v in COMMON.items() if k not in UNUSED} | GQA | {
     "layers_block_type": ["mamba", "attention", "moe", "mamba", "mlp"], "layer_norm_epsilon": 1e-6,
     "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 8,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
@@ -59,7 +60,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", COMMON | MLA | SIGMOID_MOE, 2),
     "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", COMMON | MLA | SIGMOID_MOE | INDEXER, 1),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", COMMON | MLA | SIGMOID_MOE | INDEXER, 1),
-    "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", COMMON | GQA | SIGMOID_MOE | PARTIAL | {"use_qk_norm": True}, 1),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        COMMON | GQA | SIGMOID_MOE | PARTIAL | {"use_qk_norm": True},
+        1,
+    ),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", COMMON | MLA | SIGMOID_MOE, 1),
     "step3p5": ("Step3p7TextModel", "Step3p7TextConfig", STEP, 3),
     "nemotron_h": ("NemotronHForCausalLM", "NemotronHConfig", NEMOTRON, 1),

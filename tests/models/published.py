@@ -103,10 +103,10 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
         centred = families.zero_centred(owner)
         own = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
         for name, p in own:
-            if not p.is_floating_point() or "inv_freq" in name:
+            if not p.is_floating_point() or p.ndim == 0 or "inv_freq" in name:
                 continue
             noise = torch.randn(p.shape, generator=generator)
-            if "Norm" in type(owner).__name__:
+            if "Norm" in type(owner).__name__ or name == "layer_scalar":
                 value = (0.0 if centred else 1.0) + 0.1 * noise
             elif name in ("A_log", "dt_bias") or "correction_bias" in name:
                 # A correction below zero would let a masked group win in one implementation and not in another.
@@ -144,9 +144,7 @@ def build(family: str, folder: Path, seed: int = 0) -> Made:
             layers, made.mtp = made.mtp.layers, None  # its block returns a pair, which MtpLayer does not take
         else:
             layers = made.mtp.layers
-        made.layers = [
-            Layer(x.enorm, x.hnorm, x.eh_proj, [x.mtp_block], x.post_norm, main.lm_head) for x in layers
-        ]
+        made.layers = [Layer(x.enorm, x.hnorm, x.eh_proj, [x.mtp_block], x.post_norm, main.lm_head) for x in layers]
     made.tensors = trunk_tensors(made, folder)
     for i, layer in enumerate(made.layers):
         made.tensors |= families.head_tensors(made, i, layer)
