@@ -123,8 +123,8 @@ def test_head_cached_primed_and_not(made, loaded, family):
 @pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_every_acceptance_pattern_gives_the_baseline(loaded, family, k):
-    one, settings, prompt = loaded(family), Settings(max_tokens=12), tiny.prompt(3, 7)
-    future = helpers.tokens_of(helpers.run_baseline(one.target, prompt, Settings(max_tokens=18)))
+    one, settings, prompt = loaded(family), Settings(max_tokens=9), tiny.prompt(3, 7)
+    future = helpers.tokens_of(helpers.run_baseline(one.target, prompt, Settings(max_tokens=14)))
     expected = helpers.tokens_of(helpers.run_baseline(one.target, prompt, settings))
     for pattern in itertools.product(range(k + 1), repeat=2):
         drafter = ScriptedDrafter(future, list(pattern), tiny.VOCAB)
