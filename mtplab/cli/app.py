@@ -7,13 +7,15 @@ from typing import Annotated
 import typer
 
 from mtplab import __version__
-from mtplab.cli import demo, doctor, generate, inspect, sweep
+from mtplab.cli import demo, diverge, doctor, generate, inspect, probe, sweep
 
 # Verbs in the order of the help text: the main job first.
 VERBS = {
     "demo": demo.demo,
     "generate": generate.generate,
     "sweep": sweep.sweep,
+    "diverge": diverge.diverge,
+    "probe": probe.probe,
     "inspect": inspect.inspect,
     "doctor": doctor.doctor,
 }

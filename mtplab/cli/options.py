@@ -25,6 +25,12 @@ HeadNorms = Annotated[
 AssistantFolder = Annotated[
     str | None, typer.Option("--assistant", help="Gemma 4: checkpoint of the assistant that drafts [none].")
 ]
+Verify = Annotated[
+    str | None,
+    typer.Option(
+        "--verify", help="How drafts are checked: batched, rowwise, fixed, serial [batched].", show_default=False
+    ),
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let the checkpoint run its own Python file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 

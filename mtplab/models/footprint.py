@@ -94,12 +94,20 @@ def context_of(config: Mapping[str, Any]) -> int | None:
     return number(c, "max_position_embeddings", "max_sequence_length", "n_positions", "seq_length") or None
 
 
-def memory_by_context(config: Mapping[str, Any], weights: int, head_layers: int) -> dict[str, int | None]:
+def memory_by_context(
+    config: Mapping[str, Any],
+    weights: int,
+    head_layers: int,
+    *,
+    per: Mapping[str, int] | None = None,
+    known: bool = False,
+) -> dict[str, int | None]:
     """Bytes for weights as stored plus cache at 16 bits, at the usual contexts up to the model's own.
 
-    `head_layers`: layers of the MTP head, each with a cache of its own. Activations are not in it.
+    `head_layers`: layers of the MTP head, each with a cache of its own. Activations are not in it. `per`, when
+    `known`: bytes per token and layer instead of those that the config tells (None: unknown).
     """
-    per, kinds = bytes_per_token(config), layer_kinds(config)
+    per, kinds = per if known else bytes_per_token(config), layer_kinds(config)
     limit = context_of(config) or max(CONTEXTS)
     wanted = [c for c in CONTEXTS if c <= limit] or [limit]
     if per is None:

@@ -15,6 +15,8 @@ from typing import Any
 from mtplab.backend import machine
 from mtplab.errors import ModelError
 from mtplab.models import families, footprint, headers, headspec, kinds
+from mtplab.models.canvas import describe
+from mtplab.models.canvas.names import is_canvas
 
 ROLES = ("embed_norm", "hidden_norm", "proj", "final_norm", "unembed", "embed")
 Tensors = Mapping[str, headers.TensorInfo]
@@ -45,6 +47,8 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
         "cache": footprint.describe_cache(config),
         "head": head,
     }
+    if is_canvas(config.get("model_type")):
+        return out | _canvas(folder, config, tensors, out)
     layers = head.get("layers", 0) if head["status"] == "present" else 0
     out["memory"] = footprint.memory_by_context(config, sizes["total"], layers)
     out["machine"] = machine.memory()
@@ -60,6 +64,22 @@ def _problem(tensors: Tensors, config: dict, head: set[str]) -> str | None:
         return str(error)
     kind = config.get("model_type")
     return families.NO_TRUNK.get(kind) if isinstance(kind, str) else "config.json has no model_type"
+
+
+def _canvas(folder: Path, config: dict[str, Any], tensors: Tensors, out: dict) -> dict[str, Any]:
+    """The lines of a canvas checkpoint, and those that are different there."""
+    how = "never needed: only finished canvases are written"
+    used = out["bytes"]["total"] - out["bytes"].get("vision", 0)
+    full = describe.kv_bytes_per_token(config)
+    per = None if full is None else {"full": full, "latent": 0, "sliding": 0}
+    return {
+        "cache": {"layers": out["cache"]["layers"], "rollback": dict.fromkeys(out["cache"]["rollback"], how)},
+        "canvas": describe.describe(folder, config, tensors),
+        "memory": footprint.memory_by_context(config, used, 0, per=per, known=True),
+        "machine": machine.memory(),
+        "arms": describe.arms(config["model_type"]),
+        "verify": {},
+    }
 
 
 def parameter_count(tensors: Tensors, config: dict[str, Any]) -> int:

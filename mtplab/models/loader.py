@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 from mtplab.errors import ModelError, RequestError
 from mtplab.models import families, headers, headload, heads, headspec, kinds, mlxlm
 from mtplab.models.assistant import Assistant, load_assistant
+from mtplab.models.canvas.names import is_canvas
 from mtplab.models.target import Target
 from mtplab.models.tokenizer import Tokenizer
 
@@ -37,6 +38,7 @@ class Loaded:
     folder: Path
     context: int  # positions the model was declared for
     facts: dict[str, Any] = field(default_factory=dict)
+    verifiers: dict[Any, Any] = field(default_factory=dict, repr=False)  # ways of verifying, opened once a model
 
 
 def resolve(name: str | Path) -> Path:
@@ -83,6 +85,8 @@ def load_target(
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json, so it is not a checkpoint folder")
     config, tensors = headers.read_json(folder / "config.json"), headers.read_headers(folder)
+    if is_canvas(config.get("model_type")):
+        raise ModelError(f"{folder} is a canvas model ({config['model_type']}); it decodes with `mtplab denoise`")
     if "model_file" in config and not trust_remote_code:
         raise ModelError(
             f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it"

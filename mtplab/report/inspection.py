@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtplab.report import tables
-from mtplab.report.render import facts, text_column
+from mtplab.report.render import facts, flatten, text_column
 
 Rows = list[dict[str, Any]]
 
@@ -40,6 +40,8 @@ def sections(found: Mapping[str, Any]) -> Iterator[tuple[str, Rows]]:
     })  # fmt: skip
     if head.get("roles"):
         yield "head tensors", list(_roles(head))
+    if found.get("canvas"):
+        yield "canvas", [{"fact": k, "value": v} for k, v in flatten(found["canvas"])]
     layers, back = found["cache"]["layers"], found["cache"]["rollback"]
     yield "state by layer", [{"state": k, "layers": n, "rolled back": back[k]} for k, n in layers.items()]
     yield "memory: weights as stored and cache at 16 bits", list(_memory(found))
