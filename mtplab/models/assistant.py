@@ -162,11 +162,7 @@ def load_assistant(folder: Path, target: Target) -> Assistant:
     def kind(path: str, module: nn.Module) -> bool | dict:
         if f"{path}.scales" not in weights or not hasattr(module, "to_quantized"):
             return False
-        packed, scales = weights[f"{path}.weight"], weights[f"{path}.scales"]
-        floats, width = scales.dtype != mx.uint8, module.weight.shape[-1]
-        found = kinds.found_kind(path, packed.shape[-1], scales.shape[-1], floats, width)
-        kinds.check(path, found, config)
-        return found
+        return kinds.stored_kind(path, module.weight.shape[-1], weights, config)
 
     nn.quantize(model, class_predicate=kind)
     try:

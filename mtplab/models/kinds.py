@@ -60,6 +60,14 @@ def found_kind(stem: str, packed: int, scales: int, float_scales: bool, in_dims:
     return {"group_size": group, "bits": bits, "mode": mode}
 
 
+def stored_kind(stem: str, in_dims: int, weights: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The kind of a stored linear (`weights`: arrays by name), checked against the config's word on it."""
+    packed, scales = weights[f"{stem}.weight"], weights[f"{stem}.scales"]
+    found = found_kind(stem, packed.shape[-1], scales.shape[-1], not str(scales.dtype).endswith("uint8"), in_dims)
+    check(stem, found, config)
+    return found
+
+
 def check(stem: str, found: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """The module's own entry in the config, where it has one, must say what the tensors say."""
     declared = own_entries(config).get(bare(stem))
