@@ -1,6 +1,6 @@
 """How often does noise of a given size flip a greedy token? Simulated noise in every linear of blocks, on lab-mtp.
 
-    python experiments/002_why_greedy_changes/noise.py [--prompts 2] [--tokens 128]
+    python experiments/002_why_greedy_changes/noise.py [--prompts 2] [--tokens 128] [--sizes 1e-3,1e-2]
 
 The teacher-forced arm is re-joined after every flip, so one run counts all of them. Prints a Markdown table.
 """
@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--model", default="lab-mtp")
     parser.add_argument("--prompts", type=int, default=2, help="per text [2]")
     parser.add_argument("--tokens", type=int, default=128, help="per prompt [128]")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="comma list")
     args = parser.parse_args()
     backend.setup("reference")
     from mtplab.trials.diverging import Wanted, diverge
@@ -29,7 +30,7 @@ def main() -> None:
     )
     print("| noise | compared | divergences | per 1,000 | noise of the logits | largest gap that flipped | verdict |")
     print("|---|---|---|---|---|---|---|")
-    for size in SIZES:
+    for size in args.sizes.split(","):
         found = diverge(replace(wanted, simulate=f"noise:{size}@*"))
         arm, gaps = found["arms"][0], [d["gap"] for d in found["divergences"]]
         rate, most = f"{arm['divergence_per_1k']:.2f}", f"{max(gaps):.2g}" if gaps else "-"

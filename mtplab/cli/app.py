@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtplab import __version__
-from mtplab.cli import demo, diverge, doctor, generate, inspect, probe, sweep
+from mtplab.cli import demo, denoise, diverge, doctor, generate, inspect, probe, sweep
 
 # Verbs in the order of the help text: the main job first.
 VERBS = {
@@ -16,6 +16,7 @@ VERBS = {
     "sweep": sweep.sweep,
     "diverge": diverge.diverge,
     "probe": probe.probe,
+    "denoise": denoise.denoise,
     "inspect": inspect.inspect,
     "doctor": doctor.doctor,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,7 +129,7 @@ def _resumed(folder: Path | None, path: Path | None, asked: dict[str, Any]) -> A
 
     if folder is None:
         raise RequestError("--resume needs --out, the folder of the run to go on with")
-    stored = store.open_run(folder).plan
+    stored = store.open_run(folder, kind="sweep").plan
     wanted = plans.change(plans.load_plan(path) if path else stored, asked)
     return store.open_run(folder, wanted)
 
@@ -146,8 +147,10 @@ def _stamp(name: str) -> str:
     return time.strftime("%Y%m%d-%H%M%S-") + (re.sub(r"[^\w.-]+", "_", name) or "model")
 
 
-def finish(store: Any, output: str, *, dialect: str | None = None, quiet: bool = False) -> None:
-    """Run what is open, print the result, write the page; TrialsFailed where some trials have no result."""
+def finish(
+    store: Any, output: str, *, dialect: str | None = None, quiet: bool = False, show: Callable[[str], Any] = out
+) -> None:
+    """Run what is open, print the result (`show`), write the page; TrialsFailed where some trials have no result."""
     from mtplab.report import page, render
     from mtplab.report.results import load_results
     from mtplab.trials import runner
@@ -156,7 +159,7 @@ def finish(store: Any, output: str, *, dialect: str | None = None, quiet: bool =
 
     failed = runner.run(store, Progress(quiet=quiet))
     results = load_results(store.folder)
-    out(render.sweep(results, output, dialect=dialect))
+    show(render.sweep(results, output, dialect=dialect))
     path = page.write(results)
     if not quiet:
         tell(f"page: {path}")

@@ -47,7 +47,7 @@ class Results:
 
 def load_results(folder: Path | str) -> Results:
     """Read a run folder, complete or not. Raises RequestError if it is none or is damaged."""
-    store = open_run(Path(folder))
+    store = open_run(Path(folder), kind="sweep")
     trials = list(store.completed())
     requests = _by_group(store, trials)
     rows = [row for arms in requests.values() for row in summarize(arms, costs=store.costs)]

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mtplab.decode.settings import check_verify
 from mtplab.errors import RequestError
@@ -27,6 +27,8 @@ ARMS = ("baseline", "depth0", "depth1", "depth2", "depth3", "adaptive")
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that decides what a run measures; two runs with the same `digest` may be joined by a resume."""
+
+    kind: ClassVar[str] = "sweep"  # the verb that runs it
 
     model: str = "lab-mtp"
     corpora: tuple[str, ...] = ("novel", "c")
@@ -75,7 +77,7 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, where: str = "the plan") -> Plan:
         """A plan from a dict; an unknown key or a value of the wrong type is an error that names it."""
-        return cls(**{k: _typed(k, v, where) for k, v in data.items()})
+        return cls(**{k: typed(k, v, where, cls) for k, v in data.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,8 @@ def order(plan: Plan) -> list[Trial]:
     return trials
 
 
-def load_plan(path: Path | str) -> Plan:
-    """A plan from a TOML file: the fields of `Plan` as top-level keys."""
+def load_plan(path: Path | str, cls: Any = Plan) -> Any:
+    """A plan from a TOML file: the fields of `Plan` (or of another verb's plan) as top-level keys."""
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -112,12 +114,12 @@ def load_plan(path: Path | str) -> Plan:
         raise RequestError(f"plan {str(path)!r} is not UTF-8 (byte offset {error.start})") from None
     except tomllib.TOMLDecodeError as error:
         raise RequestError(f"plan {str(path)!r} is not TOML: {error}") from None
-    return Plan.from_json(data, where=f"plan {str(path)!r}")
+    return cls.from_json(data, where=f"plan {str(path)!r}")
 
 
 def change(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     """The plan with the given fields replaced; None means "not asked for" and changes nothing."""
-    asked = {k: _typed(k, v, "the request") for k, v in changes.items() if v is not None}
+    asked = {k: typed(k, v, "the request") for k, v in changes.items() if v is not None}
     changed = replace(plan, **asked)
     # What would have no effect was asked for in error.
     for key in ("temp", "top_p", "top_k"):
@@ -143,25 +145,28 @@ KINDS: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "bool": (bool,),
     "int | None": (int, type(None)),
+    "float | None": (int, float, type(None)),
     "str | None": (str, type(None)),
 }
 
 
-def _typed(key: str, value: Any, where: str) -> Any:
-    kinds = {f.name: str(f.type) for f in fields(Plan)}
+def typed(key: str, value: Any, where: str, cls: Any = Plan) -> Any:
+    """A plan's value, checked against the field's annotation; RequestError names key, value and source."""
+    kinds = {f.name: str(f.type) for f in fields(cls)}
     if key not in kinds:
         near = difflib.get_close_matches(key, kinds, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(kinds)}"
         raise RequestError(f"{where} has the unknown key {key!r}; {hint}")
     kind = kinds[key]
     if kind.startswith("tuple"):
-        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-            raise RequestError(f"{where}: {key} must be a list of strings, not {value!r}")
+        item, name = (int, "whole numbers") if "int" in kind else (str, "strings")
+        if not isinstance(value, (list, tuple)) or not all(type(v) is item for v in value):
+            raise RequestError(f"{where}: {key} must be a list of {name}, not {value!r}")
         return tuple(value)
     right = isinstance(value, KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
     if not right:
         raise RequestError(f"{where}: {key} must be {kind.replace(' | None', '')}, not {value!r}")
-    return float(value) if kind == "float" else value
+    return float(value) if kind.startswith("float") and value is not None else value
 
 
 LEAST = {"rounds": 1, "prompts": 1, "prompt_tokens": 1, "max_tokens": 1, "prefill_step_size": 1, "top_k": 0, "seed": 0}

@@ -101,18 +101,19 @@ def run(store: Store, progress: Progress, *, command: Sequence[str] = WORKER) ->
             store.discard_parts()
             left, all_ = len(store.open_trials()), len(order(store.plan))
             raise Interrupted(
-                f"stopped: {all_ - left} of {all_} trials are stored; go on with: {resume_command(store.folder)}"
+                f"stopped: {all_ - left} of {all_} trials are stored; "
+                f"go on with: {resume_command(store.folder, store.plan.kind)}"
             ) from None
         finally:
             progress.close()
     return len(store.failed)
 
 
-def resume_command(folder: Path) -> str:
+def resume_command(folder: Path, verb: str = "sweep") -> str:
     """What to type to go on with a run."""
     import shlex
 
-    return f"mtplab sweep --resume --out {shlex.quote(str(folder))}"
+    return f"mtplab {verb} --resume --out {shlex.quote(str(folder))}"
 
 
 class _Sweep:
@@ -162,7 +163,7 @@ class _Sweep:
         self.store.part(trial).unlink(missing_ok=True)
         if failure.kind in ("ENOSPC", "EDQUOT"):
             # The next trial would fail the same way, and so would the note that this one did.
-            raise RequestError(f"{failure.reason}; then: {resume_command(self.store.folder)}")
+            raise RequestError(f"{failure.reason}; then: {resume_command(self.store.folder, self.plan.kind)}")
         self.progress.note(f"{trial.name} failed: {failure.reason}")
         self.store.fail(trial, failure.to_json())
         return None

@@ -24,10 +24,16 @@ from typing import Any
 
 from mtplab import __version__
 from mtplab.errors import RequestError
+from mtplab.records.canvas import KIND as CANVAS
+from mtplab.records.canvas import CanvasRequest
 from mtplab.records.types import Request
+from mtplab.trials.canvas_plan import DenoisePlan
 from mtplab.trials.corpus import Prompt
 from mtplab.trials.files import dumps, explained, write_json
 from mtplab.trials.plan import Plan, Trial, differences, order
+
+# The plan of each verb that makes runs.
+PLANS: dict[str, Any] = {p.kind: p for p in (Plan, DenoisePlan)}
 
 SCHEMA = 1
 
@@ -37,7 +43,7 @@ class Stored:
     """One completed trial: its requests, per request the text of each token, and the worker's last words."""
 
     trial: Trial
-    requests: tuple[Request, ...]
+    requests: tuple[Any, ...]  # Request, or CanvasRequest in a run of `denoise`
     pieces: tuple[list[str], ...]
     done: dict[str, Any]
 
@@ -47,7 +53,8 @@ class Store:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.plan = Plan.from_json(_read(folder / "plan.json")["plan"])
+        stored = _read(folder / "plan.json")
+        self.plan = PLANS[stored.get("kind", Plan.kind)].from_json(stored["plan"])
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -168,7 +175,10 @@ def create(
     try:
         with explained(folder):
             (fresh / "trials").mkdir(parents=True)
-            write_json(fresh / "plan.json", {"schema": SCHEMA, "digest": plan.digest, "plan": plan.to_json()})
+            write_json(
+                fresh / "plan.json",
+                {"schema": SCHEMA, "kind": plan.kind, "digest": plan.digest, "plan": plan.to_json()},
+            )
             lines = "".join(dumps(p.to_json()) + "\n" for p in prompts)
             (fresh / "prompts.jsonl").write_text(lines, encoding="utf-8")
             write_json(fresh / "costs.json", costs)
@@ -180,13 +190,17 @@ def create(
     return Store(folder)
 
 
-def open_run(folder: Path, plan: Plan | None = None) -> Store:
-    """An existing run, to read it or to go on with it. A plan that differs from the stored one is an error."""
+def open_run(folder: Path, plan: Plan | DenoisePlan | None = None, *, kind: str | None = None) -> Store:
+    """An existing run, to read it or to go on with it. A plan that differs from the stored one is an error, and so is
+    a run of another verb than `kind`."""
     if not (folder / "plan.json").is_file():
         raise RequestError(f"{folder} holds no run (no plan.json in it); check the path, or start one without --resume")
     schema = _read(folder / "plan.json").get("schema")
     if schema != SCHEMA:
         raise RequestError(f"{folder} has schema {schema!r}; this mtplab reads schema {SCHEMA}")
+    found = _read(folder / "plan.json").get("kind", Plan.kind)
+    if found not in PLANS or kind not in (None, found):
+        raise RequestError(f"{folder} is a run of `mtplab {found}`; go on with it, or read it, through that verb")
     store = Store(folder)
     if plan is not None and (changed := differences(store.plan, plan)):
         raise RequestError(
@@ -202,11 +216,16 @@ def read_trial(path: Path, trial: Trial) -> Stored:
     if "done" not in last:
         raise RequestError(f"{path} is not complete; delete it and resume the run")
     try:
-        requests = tuple(Request.from_json(line["request"]) for line in lines)
+        requests = tuple(_request(line["request"]) for line in lines)
         pieces = tuple(line["pieces"] for line in lines)
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{path} is damaged ({error}); delete it and resume the run") from None
     return Stored(trial, requests, pieces, last["done"])
+
+
+def _request(data: dict[str, Any]) -> Any:
+    """A stored request as the record of its verb."""
+    return (CanvasRequest if data.get("kind") == CANVAS else Request).from_json(data)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -15,12 +15,15 @@ from pathlib import Path
 from types import TracebackType
 
 from mtplab.errors import RequestError
+from mtplab.records.canvas import Canvas, DenoiseStep
 from mtplab.records.types import SCHEMA, Prefill, Verify
 
 BUFFER_BYTES = 1 << 18  # some 600 records
-KINDS = {"prefill": Prefill, "verify": Verify}
+KINDS = {"prefill": Prefill, "verify": Verify, "step": DenoiseStep, "canvas": Canvas}
+LISTS = ("drafts", "tokens", "held", "settled")  # tuples, which JSON has no word for
 _COLUMNS = {cls: (kind, tuple(f.name for f in fields(cls))) for kind, cls in KINDS.items()}
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
+Record = Prefill | Verify | DenoiseStep | Canvas
 
 
 class TraceWriter:
@@ -36,7 +39,7 @@ class TraceWriter:
         except OSError as error:
             raise RequestError(f"--trace {self.path} cannot be written ({error.strerror})") from error
 
-    def watch(self, records: Iterator[Prefill | Verify], *, request: str) -> Iterator[Prefill | Verify]:
+    def watch(self, records: Iterator[Record], *, request: str) -> Iterator[Record]:
         """Pass the records on unchanged, each written before it is handed over; flushed at the request's end."""
         try:
             for record in records:
@@ -45,7 +48,7 @@ class TraceWriter:
         finally:
             self._flush()
 
-    def write(self, record: Prefill | Verify, request: str) -> None:
+    def write(self, record: Record, request: str) -> None:
         kind, names = _COLUMNS[type(record)]
         row = {"schema": SCHEMA, "kind": kind, "request": request}
         for name in names:
@@ -77,7 +80,7 @@ class TraceWriter:
         self.close()
 
 
-def read_trace(path: Path | str) -> Iterator[tuple[str, Prefill | Verify]]:
+def read_trace(path: Path | str) -> Iterator[tuple[str, Record]]:
     """(request, record) of every line. A line cut off by an interruption at the end is left out.
 
     Raises RequestError for a foreign schema number, naming the line.
@@ -90,5 +93,5 @@ def read_trace(path: Path | str) -> Iterator[tuple[str, Prefill | Verify]]:
             schema, kind, request = (row.pop(k) for k in ("schema", "kind", "request"))
             if schema != SCHEMA:
                 raise RequestError(f"{path}, line {number}: schema {schema!r}; this mtplab reads schema {SCHEMA}")
-            tuples = {k: tuple(row[k]) for k in ("drafts", "tokens") if k in row}
+            tuples = {k: tuple(row[k]) for k in LISTS if k in row}
             yield request, KINDS[kind](**row | tuples)

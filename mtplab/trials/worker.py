@@ -251,14 +251,14 @@ def _end_with_parent() -> None:
 JOBS = {"prepare": prepare, "trial": trial}
 
 
-def main(argv: list[str]) -> int:
-    """Entry of the process. The exit code is the failure's code, 0 when all went well."""
+def main(argv: list[str], jobs: Any = JOBS) -> int:
+    """Entry of the process; `jobs`: name -> function of the spec. Returns the failure's exit code, or 0."""
     # Ctrl-C reaches the whole process group; only the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
     spec = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     try:
-        JOBS[spec["job"]](spec)
+        jobs[spec["job"]](spec)
     except Exception as error:
         if spec.get("debug"):
             import traceback

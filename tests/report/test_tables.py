@@ -25,7 +25,7 @@ def test_the_document_has_the_promised_shape_on_its_only_line(results):
     text = tables.sweep(results, "json")
     assert text.count("\n") == 1
     document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert list(document) == ["schema", "run", "machine", "rows", "failed"]
+    assert list(document) == ["schema", "run", "machine", "verify", "rows", "failed"]
     assert (document["schema"], document["run"], document["failed"]) == (1, "run", [])
     assert len(document["rows"]) == 2 * 2 * 4
     wanted = {

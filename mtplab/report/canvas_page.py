@@ -1,0 +1,151 @@
+"""ONE self-contained HTML page from a `denoise` run folder: no script, no network, every name and text escaped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mtplab.errors import RequestError
+from mtplab.report import page as shared
+from mtplab.report.canvas_results import COLUMNS, CanvasResults, sentences
+from mtplab.report.page import NAME, POLICY, TAIL, esc
+from mtplab.report.render import flatten
+from mtplab.report.style import CSS
+from mtplab.trials.files import write_text
+
+CAPTIONS = {
+    "Quality against tokens per forward": "One dot per number of steps (the label), with its 95 % interval over "
+    "prompts. Filled and joined: the frontier, which no other row beats in both.",
+    "Steps used": "Canvases of the longest run. Orange: canvases that used every step they were allowed.",
+    "When each position settled": "The longest run: the step since which a position held its final token.",
+    "Entropy by step": "Mean over the canvases that took the step; canvases that stopped are no longer in it.",
+}
+WORDS = {
+    "used": "mean number of denoising steps of a canvas; it may stop before its cap",
+    "at cap": "share of canvases that did not stop by themselves",
+    "tok/s": "tokens returned over the time from the end of the prefill to the last canvas",
+    "tokens_per_forward": "valid tokens (to the end of text) over denoise and commit passes, without the prefill's",
+    "agreement": "share of positions with the longest run's token, from the same starting canvases",
+    "edit_distance": "Levenshtein distance over tokens to the longest run's text, by the longer length",
+    "nll": "negative log-likelihood per token under the scorer, in nats; lower is likelier text, also where it repeats",
+    "distinct_2": "different pairs of neighbouring tokens over all pairs",
+    "repetition": "share of tokens equal to the one just before",
+}
+
+
+def write(results: CanvasResults) -> Path:
+    """Write page.html into the run folder and return its path."""
+    path = results.store.folder / NAME
+    write_text(path, page(results))
+    return path
+
+
+def page(results: CanvasResults) -> str:
+    """The whole document."""
+    claims = "".join(f"<li>{esc(s)}</li>" for s in sentences(results))
+    parts = [
+        _header(results),
+        _section("What it shows", f"<ul class=claims>{claims}</ul>" if claims else "<p>No trial is complete yet.</p>"),
+        _section("Steps compared", shared._table(COLUMNS, results.rows) if results.rows else ""),
+        *_plots(results),
+        _section("Texts", _samples(results)),
+        _section("What to know before believing it", _warnings(results)),
+        _section("Words", "<dl class=words>" + "".join(_word(k, v) for k, v in WORDS.items()) + "</dl>"),
+        _section("Settings and machine", _settings(results)),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{esc(results.run)} - mtplab</title><style>{CSS}</style></head>\n<body><main>\n"
+        + "\n".join(p for p in parts if p)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{esc(title)}</h2>{body}</section>" if body else ""
+
+
+def _word(key: str, meaning: str) -> str:
+    return f"<dt>{esc(key)}</dt><dd>{esc(meaning)}</dd>"
+
+
+def _header(results: CanvasResults) -> str:
+    plan, manifest = results.store.plan, results.store.manifest
+    machine, blas = manifest.get("machine") or {}, manifest.get("blas") or {}
+    facts = {
+        "model": (manifest.get("model") or {}).get("model", plan.model),
+        "machine": f"{machine.get('cpu') or 'unknown processor'}, {machine.get('cores')} cores, {machine.get('os')}",
+        "device": f"{machine.get('device')}, {blas.get('name') or 'no BLAS'} ({blas.get('threads')} thread)",
+        "plan": f"{len(plan.arms)} arms x {plan.seeds} seeds, {plan.prompts} prompts per text, "
+        f"{plan.prompt_tokens} tokens in, {plan.max_tokens} out",
+        "trials": f"{len(results.trials)} stored, {len(results.failed)} failed, each in a fresh process",
+        "made": f"{manifest.get('created')} with mtplab {manifest.get('mtplab')}, mlx {machine.get('mlx')}",
+    }
+    rows = "".join(_word(k, str(v)) for k, v in facts.items())
+    return f"<header><p class=kind>mtplab denoise</p><h1>{esc(results.run)}</h1><dl>{rows}</dl></header>"
+
+
+def _plots(results: CanvasResults) -> list[str]:
+    from mtplab.report import canvas_plots
+
+    try:
+        drawn = canvas_plots.all_plots(results)
+    except RequestError as error:
+        return [_section("Plots", f"<p class=note>{esc(error)}</p>")]
+    return [
+        _section(title, f"<figure>{svg}<figcaption>{esc(CAPTIONS[title])}</figcaption></figure>")
+        for title, svg in drawn.items()
+    ]
+
+
+def _samples(results: CanvasResults) -> str:
+    """The first prompt of every text, with what each number of steps made of it from the same canvases."""
+    texts = {p.id: p.text for p in results.store.prompts()}
+    shown: dict[str, str] = {}
+    blocks: dict[str, list[str]] = {}
+    for stored in results.trials:
+        for request, pieces in zip(stored.requests, stored.pieces, strict=True):
+            if shown.setdefault(request.corpus, request.id) == request.id and stored.trial.round == 0:
+                made = "".join(pieces)
+                label = f"{request.settings['arm']}, {len(request.steps)} steps in all"
+                blocks.setdefault(request.corpus, []).append(f"<b>{esc(label)}</b>\n{esc(made)}")
+    out = []
+    for corpus, prompt in shown.items():
+        text = texts.get(prompt, "")
+        tail = ("\u2026" if len(text) > TAIL else "") + text[-TAIL:]
+        body = "\n\n".join(sorted(blocks.get(corpus, [])))
+        out.append(
+            f"<details open><summary>{esc(corpus)} <code>{esc(prompt)}</code></summary>"
+            f"<pre><span class=prompt>{esc(tail)}</span>\n\n{body}</pre></details>"
+        )
+    return "".join(out)
+
+
+def _warnings(results: CanvasResults) -> str:
+    items = [*map(str, results.store.manifest.get("notices") or [])]
+    notes = {r[k].get("note") for r in results.rows for k in ("nll", "distinct_2")} - {None}
+    items += [f"intervals: {n}" for n in sorted(notes)]
+    disturbed = [t.trial.name for t in results.trials if (t.done.get("load") or {}).get("disturbed")]
+    if disturbed:
+        items.append(f"{len(disturbed)} trials ran while other processes were busy: {', '.join(disturbed)}")
+    items += [f"failed and in no row: {f['trial']}: {f['reason']}" for f in results.failed]
+    return "<ul>" + "".join(f"<li>{esc(i)}</li>" for i in items) + "</ul>" if items else ""
+
+
+def _settings(results: CanvasResults) -> str:
+    manifest = results.store.manifest
+    shown: dict[str, Any] = {
+        "plan": results.store.plan.to_json(),
+        "effective settings": manifest.get("effective"),
+        "model": manifest.get("model"),
+        "machine": manifest.get("machine"),
+    }
+    blocks = []
+    for title, value in shown.items():
+        rows = "".join(f"<tr><td class=l>{esc(k)}</td><td class=l>{esc(v)}</td></tr>" for k, v in flatten(value or {}))
+        blocks.append(
+            f"<details><summary>{esc(title)}</summary><div class=scroll><table>{rows}</table></div></details>"
+        )
+    return "".join(blocks)

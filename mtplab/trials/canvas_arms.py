@@ -1,0 +1,137 @@
+"""One loaded denoiser under one policy: the session that `denoise` runs and the scoring of what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from mtplab.backend.clock import Clock, MonotonicClock
+from mtplab.decode.canvas import denoise
+from mtplab.decode.canvas_policy import THRESHOLDS, CanvasPolicy, resolve
+from mtplab.decode.settings import Settings
+from mtplab.decode.stopping import Stops
+from mtplab.errors import RequestError
+from mtplab.records.canvas import Canvas, CanvasRequest, DenoiseStep
+from mtplab.records.types import Prefill
+
+ENCODER = "encoder"  # the scorer that needs no second model
+
+
+def label(policy: CanvasPolicy, sampler: str | None) -> str:
+    """The sampler as tables name it: with its threshold, so that two of them never look alike."""
+    kind = (sampler or {"entropy": "entropy" if policy.proposal == "sampled" else "argmax"}.get(
+        policy.accept, policy.accept
+    )).partition(":")[0]  # fmt: skip
+    value = getattr(policy, THRESHOLDS[kind])
+    return kind if value is None else f"{kind}:{value:g}"
+
+
+class Session:
+    """`asked`: fields of CanvasPolicy and `sampler`, None where nothing was asked for; see `resolve`."""
+
+    def __init__(self, denoiser: Any, asked: Mapping[str, Any], *, clock: Clock | None = None):
+        self.denoiser, self.clock = denoiser, clock or MonotonicClock()
+        self.policy, self.sources = resolve(
+            asked,
+            denoiser.defaults,
+            denoiser.default_sources,
+            canvas=denoiser.canvas,
+            masked=denoiser.start == "mask",
+        )
+        self.effective = self.policy.effective() | {
+            "sampler": label(self.policy, asked.get("sampler")),
+            "self_conditioning": denoiser.self_conditioning,
+            "sources": self.sources,
+        }
+
+    def run(
+        self, tokens: Sequence[int], *, request: int, settings: Settings
+    ) -> Iterator[Prefill | DenoiseStep | Canvas]:
+        """Decode one prompt; see `mtplab.decode.canvas.denoise`."""
+        check_room(len(tokens), settings.max_tokens, self.policy.canvas, self.denoiser.context)
+        stops = Stops(settings, self.denoiser.eos_ids, self.denoiser.tokenizer.decode)
+        return denoise(
+            self.denoiser, tokens, policy=self.policy, settings=settings, stops=stops, clock=self.clock, request=request
+        )
+
+    def settings(self, settings: Settings) -> dict[str, Any]:
+        """The effective value of everything; `stop` is the policy's, the stop strings are `stop_text`."""
+        own = settings.effective()
+        return {"stop_text": own.pop("stop")} | own | self.effective
+
+    def request(
+        self, tokens: Sequence[int], *, request: int, settings: Settings, id: str = "0", corpus: str = ""
+    ) -> CanvasRequest:
+        """`run` to its end, as one record."""
+        return collect(
+            list(self.run(tokens, request=request, settings=settings)),
+            self.settings(settings),
+            id=id,
+            corpus=corpus,
+        )
+
+
+def check_room(prompt: int, max_tokens: int, canvas: int, context: int) -> None:
+    """Canvases are whole, so a request may need more positions than it returns tokens."""
+    positions = -(-max_tokens // canvas) * canvas
+    if prompt + positions > context:
+        raise RequestError(
+            f"{prompt} prompt tokens and {positions} canvas positions do not fit the model's context of {context}; "
+            "lower --max-tokens or shorten the prompt"
+        )
+
+
+def collect(records: Sequence[Any], settings: Mapping[str, Any], *, id: str = "0", corpus: str = "") -> CanvasRequest:
+    """The records of a run as a request. Sampling settings of the one-token decoders have no meaning here."""
+    canvases = tuple(r for r in records if isinstance(r, Canvas))
+    steps = tuple(r for r in records if isinstance(r, DenoiseStep))
+    own = {k: v for k, v in settings.items() if k not in ("temp", "top_p", "top_k", "mode")}
+    finish = canvases[-1].cut if canvases and canvases[-1].cut else "stopped"
+    return CanvasRequest(id, corpus, records[0], canvases, steps, finish, own)
+
+
+# Scoring ---------------------------------------------------------------------------------------------------------
+
+
+class Scorer:
+    """Negative log-likelihood of a continuation under a causal model: the denoiser's own encoder pass, or another.
+
+    A model with another tokenizer scores the text as its own tokens; `scored` counts those then.
+    """
+
+    def __init__(self, name: str, denoiser: Any):
+        self.name, self.denoiser, self.loaded = name, denoiser, None
+        if name == ENCODER:
+            if not denoiser.scores:
+                raise RequestError("this denoiser has no causal pass to score with; name a model with --scorer")
+            return
+        from mtplab.models import load_target
+
+        self.loaded = load_target(name, head="none")
+        ours, theirs = (x.folder / "tokenizer.json" for x in (denoiser, self.loaded))
+        self.same = ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes()
+
+    def score(self, prompt: Sequence[int], request: CanvasRequest) -> CanvasRequest:
+        """The request with `nll`, `scored` and `scorer` filled in."""
+        before, after = list(prompt), list(request.tokens)
+        if self.loaded is not None and not self.same:
+            ours, theirs = self.denoiser.tokenizer, self.loaded.tokenizer
+            before, after = theirs.encode(ours.decode(before)), theirs.encode(ours.decode(after))
+        if not before or not after:
+            return replace(request, scorer=self.name)
+        nll = self._nll(before, after)
+        return replace(request, nll=nll, scored=len(after), scorer=self.name)
+
+    def _nll(self, before: Sequence[int], after: Sequence[int]) -> float:
+        tokens = [*before, *after]
+        if self.loaded is None:
+            logits = self.denoiser.encoder_logits(tokens)
+        else:
+            target = self.loaded.target
+            logits = target.forward(mx.array(tokens), target.new_cache()).logits
+        rows = logits[len(before) - 1 : len(tokens) - 1].astype(mx.float32)
+        chosen = mx.take_along_axis(rows, mx.array(list(after))[:, None], axis=-1)[:, 0]
+        return float((mx.logsumexp(rows, axis=-1) - chosen).sum().item())
