@@ -178,3 +178,21 @@ def test_a_copy_of_a_table_that_differs_is_the_heads_own(made, tmp_path):
     one = load_target(published.write(m, tmp_path / "own", changed))
     _, normed = one.head.rows(mx.array([1, 2]), mx.array(m.trunk([3, 4])[0].numpy()), None)
     assert mx.allclose(one.head.logits(normed, 1), -one.head.logits(normed, 2), atol=1e-5)
+
+
+WIRING = {
+    "mimo": ("he", "post", "final"), "qwen3_next": ("eh", "post", "final"), "qwen3_5": ("eh", "post", "final"),
+    "qwen3_5_moe": ("eh", "post", "final"), "deepseek_v3": ("eh", "post", "block"),
+    "deepseek_v32": ("eh", "post", "block"), "glm_moe_dsa": ("eh", "post", "final"),
+    "glm4_moe": ("eh", "post", "block"), "glm4_moe_lite": ("eh", "post", "block"), "step3p5": ("eh", "pre", "block"),
+    "nemotron_h": ("eh", "post", "final"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_declared_wiring(loaded, family):
+    """Order of the fusion, which trunk hidden, what the next depth gets: as declared, and in every record."""
+    one = loaded(family)
+    wanted = dict(zip(("fusion", "hidden", "recursion"), WIRING[family], strict=True))
+    assert {k: one.facts["head"][k] for k in wanted} == wanted
+    assert one.target.hidden == wanted["hidden"]
