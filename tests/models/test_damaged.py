@@ -254,3 +254,9 @@ def test_two_hundred_damaged_checkpoints(made, tmp_path, family):
     assert refusals >= 35
     assert mx.get_peak_memory() < 64 << 20
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MAX_GROWTH
+
+
+@pytest.mark.parametrize("key, value", [("num_hidden_layers", 10**9), ("hidden_size", 10**12), ("vocab_size", 1e300)])
+def test_a_config_that_claims_what_no_file_holds(made, tmp_path, key, value):
+    """Refused before a module is built: a billion layers would take hours to make."""
+    refused(published.write(made("mimo"), tmp_path / "x", **{key: value}), f"config.json has {key} = ")
