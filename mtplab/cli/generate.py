@@ -10,7 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli.options import HeadNorms, Hidden, Model, Recursion, Trust, Verify, check_format, out, tell
+from mtplab.cli.options import (
+    AssistantFolder,
+    HeadNorms,
+    Hidden,
+    Model,
+    Recursion,
+    Trust,
+    Verify,
+    check_format,
+    out,
+    tell,
+)
 from mtplab.errors import RequestError
 
 COLOURS = ("auto", "always", "never")
@@ -56,6 +67,7 @@ def generate(
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,
+    assistant: AssistantFolder = None,
     verify: Verify = None,
     trust_remote_code: Trust = False,
     show: Annotated[bool, typer.Option("--show", help="Colour accepted drafts, bonus tokens and corrections.")] = False,
@@ -88,7 +100,8 @@ def generate(
     )  # fmt: skip
     wanted = {
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size or 64, "dtype": dtype,
-        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "trust_remote_code": trust_remote_code,
+        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "assistant": assistant,
+        "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     session = open_session(model, name, wanted, history=history, prime=prime, drafts=drafts, verify=way)
     if verify is not None:

@@ -18,9 +18,9 @@ def inspect(
     """Show trunk, head family, quantization and cache kinds of a checkpoint without loading its weights."""
     form = check_format("json" if json else output)
     from mtplab.models.inspect import inspect_checkpoint
-    from mtplab.report.render import facts
+    from mtplab.report.inspection import inspection
 
-    out(facts(inspect_checkpoint(checkpoint(model)), form))
+    out(inspection(inspect_checkpoint(checkpoint(model)), form))
 
 
 def checkpoint(name: str) -> Path:

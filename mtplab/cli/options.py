@@ -22,6 +22,9 @@ Hidden = Annotated[str | None, typer.Option("--hidden", help="What the head take
 HeadNorms = Annotated[
     str | None, typer.Option("--head-norms", help="Stored norms of the head: raw or shifted [recognised].")
 ]
+AssistantFolder = Annotated[
+    str | None, typer.Option("--assistant", help="Gemma 4: checkpoint of the assistant that drafts [none].")
+]
 Verify = Annotated[
     str | None,
     typer.Option(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtplab.cli.options import (
+    AssistantFolder,
     HeadNorms,
     Hidden,
     Output,
@@ -76,6 +77,7 @@ def sweep(
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,
+    assistant: AssistantFolder = None,
     verify: Verify = None,
     trust_remote_code: Trust = False,
     plan: Annotated[Path | None, _option("--plan", help="A TOML file with these settings; flags win over it.")] = None,
@@ -96,7 +98,7 @@ def sweep(
         "top_k": top_k, "seed": seed, "ignore_eos": ignore_eos, "prefill_step_size": prefill_step_size,
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size, "dtype": dtype,
         "history": history, "prime": prime, "drafts": drafts,
-        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "verify": verify,
+        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "assistant": assistant, "verify": verify,
         "trust_remote_code": trust_remote_code or None,
     }  # fmt: skip
     store = _resumed(folder, plan, asked) if resume else start(_planned(plan, asked), folder, quiet=quiet)

@@ -81,7 +81,7 @@ def _chain(head: Head, ids: mx.array, hidden: mx.array, cache: list, t: int, dep
     state, rows = hidden[t : t + 1], []
     for d in range(1, depth + 1):
         state, normed = head.rows(ids[t + d : t + d + 1], state, cache, depth=d)
-        rows.append(head.logits(normed))
+        rows.append(head.logits(normed, d))
         if d == 1:
             for i in range(1, len(head.layers)):
                 head.rows(ids[t + 1 : t + 2], hidden[t : t + 1], cache, depth=i + 1)

@@ -67,13 +67,19 @@ def _info(file: str, name: str, entry: Any, data: int) -> TensorInfo:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         numbers_ok = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
         raise ModelError(f"{file}: tensor {name!r} has a malformed header entry") from error
-    if not numbers_ok or end - begin != nbytes:
-        raise ModelError(f"{file}: tensor {name!r} claims {dtype} {list(shape)} but holds {end - begin} bytes")
+    if not numbers_ok or len(shape) > 8:
+        raise ModelError(f"{file}: tensor {name!r} has a shape or offsets that are no small list of whole numbers")
+    if end - begin != nbytes:
+        raise ModelError(f"{file}: tensor {name!r} claims {dtype} {_shape(shape)} but holds {end - begin} bytes")
     if end > data:
         raise ModelError(f"{file} is truncated: tensor {name!r} ends at byte {end} of {data}; download it again")
     return TensorInfo(name, file, dtype, shape, nbytes)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join(str(n) if n < 10**18 else "more than 10**18" for n in shape) + "]"
 
 
 def _no_overlap(file: str, entries: Mapping[str, Any]) -> None:

@@ -6,17 +6,20 @@ Only the norm weights of an MTP head (a few kilobytes) are read where their conv
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtplab.backend import machine
 from mtplab.errors import ModelError
-from mtplab.models import headers, headspec
+from mtplab.models import families, footprint, headers, headspec, kinds
 from mtplab.models.canvas import describe
 from mtplab.models.canvas.names import is_canvas
 
-CONTEXTS = (4096, 32768, 131072)
+ROLES = ("embed_norm", "hidden_norm", "proj", "final_norm", "unembed", "embed")
+Tensors = Mapping[str, headers.TensorInfo]
 
 
 def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
@@ -28,45 +31,58 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     spec = headspec.find_spec(config)
     head_names = set(headspec.head_names(spec, tensors)) if spec is not None else set()
     head = describe_head(folder, spec, config, tensors, head_names)
+    sizes = bytes_by_part(tensors, head_names)
+    problem = _problem(tensors, config, head_names)
     out = {
         "folder": folder.name,
         "model_type": config.get("model_type"),
         "files": len({t.file for t in tensors.values()}),
         "tensors": len(tensors),
         "parameters": parameter_count(tensors, config),
-        "bytes": bytes_by_part(tensors, head_names),
+        "bytes": sizes,
         "dtypes": dict(Counter(t.dtype for t in tensors.values()).most_common()),
         "quantization": describe_quantization(config, tensors, head_names),
-        "context": context_of(config),
-        "cache": describe_cache(config),
+        "problem": problem,
+        "context": footprint.context_of(config),
+        "cache": footprint.describe_cache(config),
         "head": head,
     }
     if is_canvas(config.get("model_type")):
         return out | _canvas(folder, config, tensors, out)
-    out["memory"] = memory_by_context(out, kv_bytes_per_token(config))
+    layers = head.get("layers", 0) if head["status"] == "present" else 0
+    out["memory"] = footprint.memory_by_context(config, sizes["total"], layers)
+    out["machine"] = machine.memory()
     out["arms"] = arms(out)
+    out["verify"] = verify_modes(out)
     return out
 
 
-def _canvas(folder: Path, config: dict[str, Any], tensors: dict[str, headers.TensorInfo], out: dict) -> dict[str, Any]:
+def _problem(tensors: Tensors, config: dict, head: set[str]) -> str | None:
+    try:
+        kinds.check_files(tensors, config, head)
+    except ModelError as error:
+        return str(error)
+    kind = config.get("model_type")
+    return families.NO_TRUNK.get(kind) if isinstance(kind, str) else "config.json has no model_type"
+
+
+def _canvas(folder: Path, config: dict[str, Any], tensors: Tensors, out: dict) -> dict[str, Any]:
     """The lines of a canvas checkpoint, and those that are different there."""
     how = "never needed: only finished canvases are written"
-    cache = {"layers": out["cache"]["layers"], "rollback": dict.fromkeys(out["cache"]["rollback"], how)}
     used = out["bytes"]["total"] - out["bytes"].get("vision", 0)
-    counted = out | {"cache": cache, "bytes": {"total": used}}
+    full = describe.kv_bytes_per_token(config)
+    per = None if full is None else {"full": full, "latent": 0, "sliding": 0}
     return {
-        "cache": cache,
+        "cache": {"layers": out["cache"]["layers"], "rollback": dict.fromkeys(out["cache"]["rollback"], how)},
         "canvas": describe.describe(folder, config, tensors),
-        "memory": memory_by_context(counted, describe.kv_bytes_per_token(config)),
+        "memory": footprint.memory_by_context(config, used, 0, per=per, known=True),
+        "machine": machine.memory(),
         "arms": describe.arms(config["model_type"]),
+        "verify": {},
     }
 
 
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    return config | (config.get("text_config") or {})
-
-
-def parameter_count(tensors: dict[str, headers.TensorInfo], config: dict[str, Any]) -> int:
+def parameter_count(tensors: Tensors, config: dict[str, Any]) -> int:
     """Weights, with packed ones counted by their bits; scales and biases of quantization are not parameters."""
     total = 0
     for name, t in tensors.items():
@@ -77,73 +93,175 @@ def parameter_count(tensors: dict[str, headers.TensorInfo], config: dict[str, An
     return total
 
 
-def stored_bits(name: str, tensors: dict[str, headers.TensorInfo], config: dict[str, Any]) -> int | None:
+def stored_bits(name: str, tensors: Tensors, config: dict[str, Any]) -> int | None:
     """Bits per weight of a packed tensor (its module has scales), else None."""
     stem = name.removesuffix(".weight")
     if f"{stem}.scales" not in tensors or not name.endswith(".weight"):
         return None
-    table = config.get("quantization") or config.get("quantization_config") or {}
-    own = table.get(stem)
-    return int((own if isinstance(own, dict) else table).get("bits", 4))
+    bits = stored_kind(stem, tensors, config).get("bits")
+    return bits if type(bits) is int and bits > 0 else 4
 
 
-def bytes_by_part(tensors: dict[str, headers.TensorInfo], head_names: set[str]) -> dict[str, int]:
+def stored_kind(stem: str, tensors: Tensors, config: dict[str, Any]) -> dict[str, Any]:
+    """{"mode", "bits", "group_size"} of a packed module. The float formats follow from the tensors; affine is the
+    config's word, the module's own before the global one, where it fits the tensors, else bits are left out."""
+    weight, scales = tensors[f"{stem}.weight"], tensors[f"{stem}.scales"]
+    if not weight.shape or not scales.shape or not scales.shape[-1]:
+        return {"mode": "unknown"}
+    columns = weight.shape[-1], scales.shape[-1]
+    if scales.dtype == "U8":
+        for (bits, group), mode in kinds.FLOAT_MODES.items():
+            if kinds.shapes_fit(*columns, bits, group):
+                return {"mode": mode, "bits": bits, "group_size": group}
+        return {"mode": "unknown"}
+    for entry in (kinds.own_entries(config).get(kinds.bare(stem)), kinds.table(config)):
+        bits, group = (entry.get("bits"), entry.get("group_size")) if isinstance(entry, Mapping) else (None, None)
+        if type(bits) is int and type(group) is int and kinds.shapes_fit(*columns, bits, group):
+            return {"mode": "affine", "bits": bits, "group_size": group}
+    return {"mode": "affine"}
+
+
+def kind_name(stem: str, tensors: Tensors, config: dict[str, Any]) -> str:
+    """A module's kind in words: "affine 4-bit g64", "mxfp4", or the dtype of an unquantized weight."""
+    if f"{stem}.scales" not in tensors or f"{stem}.weight" not in tensors:
+        return tensors[f"{stem}.weight"].dtype if f"{stem}.weight" in tensors else tensors[stem].dtype
+    kind = stored_kind(stem, tensors, config)
+    if kind["mode"] != "affine":
+        return kind["mode"]
+    return f"affine {kind['bits']}-bit g{kind['group_size']}" if "bits" in kind else "affine, bits not declared"
+
+
+def bytes_by_part(tensors: Tensors, head_names: set[str]) -> dict[str, int]:
     parts: Counter[str] = Counter()
     for name, t in tensors.items():
-        parts[_part(name, head_names)] += t.nbytes
+        parts[part_of(name, head_names)] += t.nbytes
     return dict(parts) | {"total": sum(parts.values())}
 
 
-def _part(name: str, head_names: set[str]) -> str:
+def part_of(name: str, head_names: set[str]) -> str:
     if name in head_names:
         return "mtp head"
-    if "embed_tokens" in name or "wte" in name:
+    if "visual" in name or "vision" in name or "audio" in name:
+        return "vision"
+    if "embed_tokens" in name or "wte" in name or ".embeddings." in name:
         return "embedding"
-    if "lm_head" in name:
-        return "unembedding"
-    return "vision" if "visual" in name or "vision" in name else "trunk"
+    return "unembedding" if "lm_head" in name else "trunk"
 
 
-def describe_quantization(config: dict, tensors: dict, head_names: set[str]) -> dict[str, Any] | None:
-    """The global kind and which share of each part is packed; None for an unquantized checkpoint."""
+def describe_quantization(config: dict, tensors: Tensors, head_names: set[str]) -> dict[str, Any] | None:
+    """The config's global kind and how many modules of each part are stored how; None for an unquantized checkpoint."""
     packed = {n.removesuffix(".scales") for n in tensors if n.endswith(".scales")}
-    table = config.get("quantization") or config.get("quantization_config")
+    table = kinds.table(config)
     if not packed and not table:
         return None
-    general = {k: v for k, v in (table or {}).items() if not isinstance(v, dict)}
-    own = {k: v for k, v in (table or {}).items() if isinstance(v, dict)}
-    in_head = sum(f"{p}.scales" in head_names for p in packed)
-    return {"default": general, "modules_with_their_own": len(own), "packed": len(packed), "packed_in_head": in_head}
+    parts: dict[str, Counter[str]] = {}
+    for name in tensors:
+        stem = name.removesuffix(".weight")
+        if stem != name and len(tensors[name].shape) > 1:
+            parts.setdefault(part_of(name, head_names), Counter())[kind_name(stem, tensors, config)] += 1
+    return {
+        "default": {k: v for k, v in table.items() if not isinstance(v, (dict, list))},
+        "modules_with_their_own": len(kinds.own_entries(config)),
+        "packed": len(packed),
+        "packed_in_head": sum(f"{p}.scales" in head_names for p in packed),
+        "parts": {k: dict(v.most_common()) for k, v in parts.items()},
+    }
 
 
-def describe_head(folder: Path, spec: Any, config: dict, tensors: dict, names: set[str]) -> dict[str, Any]:
-    """Status "none", "present", "declared" (the config says so, no tensors) or "missing" (some tensors lack)."""
+def describe_head(folder: Path, spec: Any, config: dict, tensors: Tensors, names: set[str]) -> dict[str, Any]:
+    """Status "none", "present", "declared" (the config says so, no tensors), "undeclared" (tensors, but the config
+    says 0) or "missing" (some tensors lack)."""
     if spec is None:
-        return {"status": "none", "why": f"no MTP head is known for model_type {config.get('model_type')!r}"}
-    declared = headspec.declared_layers(spec, config)
+        kind = config.get("model_type")
+        known = families.NO_HEAD.get(kind) if isinstance(kind, str) else None
+        return {"status": "none", "why": known or f"no MTP head is known for model_type {kind!r}"}
+    found = headspec.declared(spec, config)
+    declared = None if found is None else found[1]
     out: dict[str, Any] = {"family": spec.family, "declared_layers": declared, "tensors": len(names)}
     if not names:
         status = "declared" if declared else "none"
         why = "config.json declares a head but its tensors are not in the files" if declared else "no head tensors"
         return out | {"status": status, "why": why}
-    prefix = next((p for p in spec.prefixes if f"{spec.proj.format(p=p, i=0)}.weight" in names), spec.prefixes[0])
-    roles = ("embed_norm", "hidden_norm", "proj", "final_norm")
-    found = {r: f"{getattr(spec, r).format(p=prefix, i=0)}.weight" for r in roles}
-    missing = [n for n in found.values() if n not in names]
-    out |= {"status": "missing" if missing else "present", "missing": missing, "spec": spec.effective()}
-    out["shapes"] = {r: list(tensors[n].shape) for r, n in found.items() if n in names}
+    layers = declared or 1 + max((i for n in names if (i := headspec.layer_of(spec, n)) is not None), default=0)
+    prefix = next((p for p in spec.prefixes if f"{spec.name('proj', p, 0)}.weight" in names), spec.prefixes[0])
+    roles = head_roles(spec, prefix, layers, config, tensors, names)
+    missing = missing_tensors(spec, prefix, layers, tensors, names)
+    status, why = ("missing", f"the head lacks {', '.join(missing[:4])}") if missing else ("present", None)
+    if declared == 0:
+        status, why = "undeclared", f"the files hold head tensors but config.json says {found[0]} = 0"
+    out |= {"status": status, "layers": layers, "missing": missing, "roles": roles, "spec": spec.effective()}
     out["norm_means"] = norm_means(folder, tensors, sorted(n for n in names if tensors[n].shape and "norm" in n))
+    out["norm_convention"] = norm_convention(spec, out["norm_means"], headspec.raw_layout(spec, tensors))
+    return out | ({"why": why} if why else {})
+
+
+def head_roles(
+    spec: headspec.HeadSpec, prefix: str, layers: int, config: dict, tensors: Tensors, names: set[str]
+) -> dict[str, dict[str, Any]]:
+    """Per role of the head: where its first tensor is, the shape as stored, the kind; the block's modules in one."""
+    out: dict[str, dict[str, Any]] = {}
+    for role in ROLES:
+        stems = [spec.name(role, prefix, i) for i in range(layers)] if getattr(spec, role) else []
+        present = [s for s in stems if f"{s}.weight" in names]
+        if present:
+            first = present[0]
+            shape = list(tensors[f"{first}.weight"].shape)
+            out[role] = {"name": first, "shape": shape, "kind": kind_name(first, tensors, config)}
+    fixed = tuple(spec.name(r, prefix, i) + "." for r in ROLES if getattr(spec, r) for i in range(layers))
+    block = [n for n in names if not n.startswith(fixed) and not n.endswith((".scales", ".biases"))]
+    counted = Counter(kind_name(n.removesuffix(".weight"), tensors, config) for n in block if len(tensors[n].shape) > 1)
+    out["block"] = {"name": spec.name("block", prefix, 0), "tensors": len(block), "kinds": dict(counted)}
     return out
 
 
-def norm_means(folder: Path, tensors: dict[str, headers.TensorInfo], names: Iterable[str]) -> dict[str, float | None]:
+def missing_tensors(spec: headspec.HeadSpec, prefix: str, layers: int, tensors: Tensors, names: set[str]) -> list[str]:
+    """Fixed parts that lack a tensor, and modules that the trunk's most alike layer has and a head block has not."""
+    missing, trunk = [], _trunk_layers(tensors, names)
+    for i in range(layers):
+        for role in ROLES[:4]:
+            stem = spec.name(role, prefix, i)
+            missing += [f"{stem}.weight"] if f"{stem}.weight" not in names else []
+        for b in range(len(spec.pattern or "x")):
+            block = spec.name("block", prefix, i, b)
+            own = _modules(n for n in names if n.startswith(block + "."))
+            alike = max(trunk, key=lambda t, own=own: len(t & own) - len(t - own), default=set())
+            missing += [f"{block}.{m}" for m in sorted(alike - own)]
+    return sorted(set(missing))
+
+
+def _trunk_layers(tensors: Tensors, head: set[str]) -> list[set[str]]:
+    found: dict[str, list[str]] = {}
+    for name in tensors:
+        match = re.match(r"(.*?layers\.\d+)\.", name)
+        if match and name not in head and "vision" not in name and "visual" not in name:
+            found.setdefault(match[1], []).append(name)
+    return [_modules(v) for v in found.values()]
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    """Module names inside a layer, whatever the layout of the experts and of MLA's joint projection."""
+    out = set()
+    for name in names:
+        rest = re.sub(r"^.*?layers\.\d+\.", "", name)
+        rest = re.sub(r"\.(weight|scales|biases|weight_scale_inv)$", "", rest)
+        rest = re.sub(r"(^|\.)(?:experts\.\d+|experts|switch_mlp)\.", r"\1experts.", rest)
+        for old, new in (("gate_up_proj", ("gate_proj", "up_proj")), ("kv_b_proj", ("embed_q", "unembed_out"))):
+            if rest.endswith(old):
+                out |= {rest.removesuffix(old) + n for n in new}
+                break
+        else:
+            out.add(rest)
+    return out
+
+
+def norm_means(folder: Path, tensors: Tensors, names: Iterable[str]) -> dict[str, float | None]:
     """Mean of each norm weight, read straight from the file: near 0 is zero-centred, near 1 is shifted."""
     import numpy as np
 
     out: dict[str, float | None] = {}
     for name in names:
         t = tensors[name]
-        if len(t.shape) != 1:
+        if len(t.shape) != 1 or not t.shape[0]:
             continue
         raw = _bytes_of(folder / t.file, name)
         if t.dtype == "BF16":
@@ -165,54 +283,37 @@ def _bytes_of(path: Path, name: str) -> bytes:
         return f.read(end - begin)
 
 
-def context_of(config: dict[str, Any]) -> int | None:
-    value = _text(config).get("max_position_embeddings")
-    return value if isinstance(value, int) else None
+def norm_convention(spec: headspec.HeadSpec, means: Mapping[str, float | None], raw_trunk: bool) -> str:
+    """How the head's norm weights are stored, in words."""
+    known = [m for m in means.values() if m is not None]
+    if not spec.zero_centred or not known:
+        return "as used (the family stores them so)"
+    mean = sum(known) / len(known)
+    if raw_trunk:
+        return "raw: zero-centred, as the trunk's layout says; one is added on loading"
+    if headspec.RAW_BELOW <= mean <= headspec.SHIFTED_ABOVE:
+        return f"not recognised (mean {mean:.2f}); say --head-norms raw or --head-norms shifted"
+    return "raw: zero-centred, one is added on loading" if mean < headspec.RAW_BELOW else "shifted: as used"
 
 
-def describe_cache(config: dict[str, Any]) -> dict[str, Any]:
-    """Layers by kind of state, as far as the config tells, and whether each can be rolled back."""
-    c = _text(config)
-    layers = c.get("num_hidden_layers") or 0
-    interval, window, pattern = (
-        c.get("full_attention_interval"),
-        c.get("sliding_window"),
-        c.get("sliding_window_pattern"),
-    )
-    types = c.get("layer_types")
-    if isinstance(types, list):
-        kinds = Counter(
-            "recurrent" if "linear" in str(t) else "sliding" if "sliding" in str(t) else "full" for t in types
-        )
-    elif interval and c.get("linear_num_value_heads"):
-        kinds = Counter({"full": layers // interval, "recurrent": layers - layers // interval})
-    elif window and pattern:
-        kinds = Counter({"full": layers // pattern, "sliding": layers - layers // pattern})
-    else:
-        kinds = Counter({"full": layers})
-    how = {"full": "length", "sliding": "length and window", "recurrent": "replay of the rows kept"}
-    return {"layers": {k: n for k, n in kinds.items() if n}, "rollback": {k: how[k] for k in kinds if kinds[k]}}
-
-
-def kv_bytes_per_token(config: dict[str, Any]) -> int | None:
-    """Keys and values of one full-attention layer and one token in 16 bits; None if the config does not tell."""
-    c = _text(config)
-    heads = c.get("num_key_value_heads") or c.get("num_attention_heads")
-    size = c.get("head_dim") or (c.get("hidden_size", 0) // (c.get("num_attention_heads") or 1))
-    return 2 * heads * size * 2 if heads and size else None
-
-
-def memory_by_context(described: dict[str, Any], per_token: int | None) -> dict[str, int | None]:
-    """Bytes for weights as stored plus KV of the full layers (16 bits), at the usual contexts up to the model's own."""
-    weights = described["bytes"]["total"]
-    limit = described["context"] or max(CONTEXTS)
-    full = described["cache"]["layers"].get("full", 0)
-    wanted = [c for c in CONTEXTS if c <= limit] or [limit]
-    return {str(c): None if per_token is None else weights + c * per_token * full for c in wanted}
-
-
-def arms(described: dict[str, Any]) -> dict[str, str]:
+def arms(described: Mapping[str, Any]) -> dict[str, str]:
     """Every arm with "yes" or the reason why not."""
     head = described["head"]
-    reason = "yes" if head["status"] == "present" else head.get("why") or f"missing {', '.join(head['missing'])}"
-    return {"baseline": "yes", "depth0": "yes", "ngram1..8": "yes", "depth1..8": reason, "adaptive": reason}
+    reason = "yes" if head["status"] == "present" else head["why"]
+    if reason == "yes" and head["norm_convention"].startswith("not recognised"):
+        reason = f"norm convention {head['norm_convention']}"
+    base = described["problem"] or "yes"
+    reason = reason if base == "yes" else base
+    return {"baseline": base, "depth0": base, "ngram1..8": base, "depth1..8": reason, "adaptive": reason}
+
+
+def verify_modes(described: Mapping[str, Any]) -> dict[str, str]:
+    """What a verify pass can promise on this architecture."""
+    layers = described["cache"]["layers"]
+    differ = []
+    if layers.get("latent"):
+        differ.append("MLA attention computes one row by another path than a block")
+    if layers.get("sliding"):
+        differ.append("past its window a sliding cache keeps another order for one row than for a block")
+    exact = "no: " + "; ".join(differ) if differ else "yes"
+    return {"block": described["problem"] or "yes", "bit_equal_on_reference_blas": exact}

@@ -16,13 +16,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mtplab.errors import ModelError, RequestError
-from mtplab.models import headers, heads, headspec, mlxlm
+from mtplab.models import families, headers, headload, heads, headspec, kinds, mlxlm
+from mtplab.models.assistant import Assistant, load_assistant
 from mtplab.models.canvas.names import is_canvas
 from mtplab.models.target import Target
 from mtplab.models.tokenizer import Tokenizer
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 HEAD_MODES = ("auto", "none", "require")
+MAX_SIZE = 1 << 24  # of a dimension, a vocabulary, a number of experts
 NAN_CHECK_BYTES = 4 << 30  # larger checkpoints are caught at the first logits instead
 
 
@@ -31,7 +33,7 @@ class Loaded:
     """What `load_target` returns."""
 
     target: Target
-    head: heads.Head | None
+    head: heads.Head | Assistant | None
     tokenizer: Tokenizer
     folder: Path
     context: int  # positions the model was declared for
@@ -67,12 +69,14 @@ def load_target(
     recursion: str | None = None,
     hidden: str | None = None,
     head_norms: str | None = None,
+    assistant: str | Path | None = None,
 ) -> Loaded:
     """Load a checkpoint folder (or hub id) as a `Target` with its MTP head.
 
     `head`: "auto" (if the family has one and the config or the files mention it), "none", "require".
     `dtype`: float32, float16, bfloat16, or None: as stored on a GPU, float32 on the CPU.
     `recursion`, `hidden`, `head_norms`: override the family's row where public codes differ.
+    `assistant`: folder or hub id of a Gemma 4 assistant, which then is the head.
     Raises ModelError (a file is wrong) or RequestError (an option cannot be honoured).
     """
     if head not in HEAD_MODES:
@@ -88,10 +92,12 @@ def load_target(
             f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it"
         )
     quantized = any(n.endswith(".scales") for n in tensors)
-    cast = choose_dtype(dtype)
-    model = build_trunk(folder, config, tensors, trust_remote_code)
+    spec, cast = headspec.find_spec(config), choose_dtype(dtype)
+    in_head = set(headspec.head_names(spec, tensors)) if spec is not None else set()
+    check_sizes(config, tensors)
+    kinds.check_files(tensors, config, in_head)
+    model = build_trunk(folder, config, tensors, in_head, trust_remote_code)
     _cast(model, cast)
-    spec = headspec.find_spec(config)
     if spec is not None:
         spec = headspec.with_options(spec, recursion, hidden)
     elif recursion or hidden:
@@ -103,12 +109,19 @@ def load_target(
         max_kv_size=max_kv_size,
         hidden=spec.hidden if spec is not None else "post",
     )
-    layers = 0 if head == "none" else wanted_layers(spec, config, tensors, require=head == "require")
-    module = None
-    if spec is not None and layers:
+    unused = head == "none" or assistant is not None
+    layers = 0 if unused else wanted_layers(spec, config, tensors, require=head == "require")
+    module: heads.Head | Assistant | None = None
+    if assistant is not None and head != "none":
+        module = load_assistant(resolve(assistant), target)
+        _cast(module, cast)
+    elif spec is not None and layers:
         module = _read_head(spec, layers, folder, config, tensors, target, head_norms)
         _cast(module, cast)
-    mx.eval(model.parameters(), *([module.parameters()] if module is not None else []))
+    for part in (model, module):
+        # One tensor after the other: a stacked or split one then frees its sources before the next is read.
+        for _, a in [] if part is None else tree_flatten(part.parameters()):
+            mx.eval(a)
     if sum(t.nbytes for t in tensors.values()) <= NAN_CHECK_BYTES:
         _refuse_nan(model, module)
     facts = _facts(folder, config, target, module, quantized, cast)
@@ -133,25 +146,43 @@ def _cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
         )
 
 
-def build_trunk(folder: Path, config: dict, tensors: dict, trust_remote_code: bool) -> nn.Module:
-    """mlx-lm's model with the checkpoint's weights, strictly."""
+def build_trunk(folder: Path, config: dict, tensors: dict, in_head: set[str], trust_remote_code: bool) -> nn.Module:
+    """mlx-lm's model with the checkpoint's weights but for the head's (`in_head`), strictly."""
     plain = not any(k in config for k in ("quantization", "quantization_config", "model_file"))
     try:
         if plain and config.get("model_type") in mlxlm.DIRECT:
             model_class, args_class = mlxlm.classes(config)
             model = model_class(args_class.from_dict(config))
-            weights = read_tensors(folder, tensors)
+            weights = read_tensors(folder, tensors, set(tensors) - in_head)
             model.eval()
             model.load_weights(list(model.sanitize(weights).items() if hasattr(model, "sanitize") else weights.items()))
             return model
         mlxlm.classes(config)
-        from mlx_lm.utils import load_model
-
-        return load_model(folder, lazy=True, strict=True, trust_remote_code=trust_remote_code)[0]
+        return mlxlm.load(folder, in_head, trust_remote_code)
     except ModelError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+    except Exception as error:  # mlx-lm's code on somebody's config: anything may come
         raise ModelError(f"{folder} does not fit its config.json: {_one_line(error)}") from error
+
+
+def check_sizes(config: dict, tensors: dict) -> None:
+    """A config may claim any size, and the modules are built from it: what the files cannot hold is refused before."""
+    for source in (config, _text(config)):
+        for key, value in source.items():
+            if key == "num_hidden_layers" and (type(value) is not int or not 0 < value <= len(tensors)):
+                raise ModelError(f"config.json has {key} = {_short(value)}, but the files hold {len(tensors)} tensors")
+            sized = key.endswith(("_size", "_dim", "_rank", "_heads", "_experts", "_layers"))
+            if sized and isinstance(value, (int, float)) and value > MAX_SIZE:
+                raise ModelError(f"config.json has {key} = {_short(value)}, which no tensor of the files has")
+
+
+def _text(config: dict) -> dict:
+    return config["text_config"] if isinstance(config.get("text_config"), dict) else {}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _one_line(error: Exception) -> str:
@@ -172,26 +203,27 @@ def wanted_layers(spec: Any, config: dict, tensors: dict, *, require: bool) -> i
     """Number of head layers to load; 0 for none. A head declared without tensors, or the reverse, is an error."""
     if spec is None:
         if require:
-            raise ModelError(f"model_type {config.get('model_type')!r} has no MTP head that mtplab knows")
+            kind = config.get("model_type")
+            raise ModelError(families.NO_HEAD.get(kind) or f"model_type {kind!r} has no MTP head that mtplab knows")
         return 0
-    declared, found = headspec.declared_layers(spec, config), headspec.head_names(spec, tensors)
-    key = spec.count_keys[0]
+    key, declared = headspec.declared(spec, config) or (spec.count_keys[0], None)
+    found = headspec.head_names(spec, tensors)
     if declared and not found:
-        first = spec.proj.format(p=spec.prefixes[0], i=0) + ".weight"
+        first = spec.name("proj", spec.prefixes[0], 0) + ".weight"
         raise ModelError(
             f"config.json declares {declared} MTP layer(s) ({key}) but the files hold no head tensor "
             f"(missing {first} and the rest); "
-            f"{heads.WITHOUT_HEAD}, or take a conversion that keeps it"
+            f"{headload.WITHOUT_HEAD}, or take a conversion that keeps it"
         )
     if found and declared == 0:
         raise ModelError(
-            f"the files hold head tensors ({found[0]}) but config.json says {key} = 0; {heads.WITHOUT_HEAD}"
+            f"the files hold head tensors ({found[0]}) but config.json says {key} = 0; {headload.WITHOUT_HEAD}"
         )
     if require and not found:
         raise ModelError("this checkpoint has no MTP head")
     if not found:
         return 0
-    return declared or 1 + max((int(m[1]) for n in found if (m := re.search(r"layers\.(\d+)\.", n))), default=0)
+    return declared or 1 + max((i for n in found if (i := headspec.layer_of(spec, n)) is not None), default=0)
 
 
 def _read_head(spec: Any, layers: int, folder: Path, config: dict, tensors: dict, target: Target, norms: str | None):
@@ -200,24 +232,28 @@ def _read_head(spec: Any, layers: int, folder: Path, config: dict, tensors: dict
     args = getattr(target.outer, "args", None) or target.model.args
     weights = read_tensors(folder, tensors, set(headspec.head_names(spec, tensors)))
     raw = None if norms is None else norms == "raw"
-    # A trunk whose convolutions are in raw layout is a raw checkpoint: its head is raw, too.
-    if raw is None and any(n.endswith("conv1d.weight") and t.shape[-1] != 1 for n, t in tensors.items()):
+    if raw is None and headspec.raw_layout(spec, tensors):
         raw = True
-    return heads.load_head(spec, layers, args, target, weights, config, raw_norms=raw)
+    try:
+        return headload.load_head(spec, layers, args, target, weights, config, raw_norms=raw)
+    except (ModelError, RequestError):
+        raise
+    except Exception as error:
+        raise ModelError(f"the MTP head of {folder} does not fit its config.json: {_one_line(error)}") from error
 
 
-def _refuse_nan(model: nn.Module, head: heads.Head | None) -> None:
+def _refuse_nan(model: nn.Module, head: heads.Head | Assistant | None) -> None:
     for part, module in (("trunk", model), ("MTP head", head)):
-        flags = {} if module is None else {n: mx.isfinite(a).all() for n, a in tree_flatten(module.parameters())}
-        mx.eval(flags)
-        bad = [n for n, ok in flags.items() if not ok.item()]
+        weights = [] if module is None else tree_flatten(module.parameters())
+        # One at a time: all together would hold a byte for every number.
+        bad = [n for n, a in weights if mx.issubdtype(a.dtype, mx.floating) and not mx.isfinite(a).all().item()]
         if bad:
             name = head.file_names[bad[0]] if module is head else bad[0]
             raise ModelError(f"{part} weight {name} is not finite (NaN or infinity); the file is damaged")
 
 
 def context_length(config: dict) -> int:
-    for source in (config, config.get("text_config") or {}):
+    for source in (config, _text(config)):
         for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
             if isinstance(source.get(key), int):
                 return source[key]
@@ -236,5 +272,5 @@ def _facts(folder: Path, config: dict, target: Target, head: Any, quantized: boo
         "dtype": "as stored" if cast is None else str(cast).split(".")[-1],
         "context": context_length(config),
         "cache_kinds": sorted({k for layer in target.cache_kinds for k in layer}),
-        "head": None if head is None else head.spec.effective() | {"layers": len(head.layers)},
+        "head": None if head is None else head.effective(),
     }

@@ -11,9 +11,11 @@ import importlib
 import importlib.util
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 from mtplab.errors import ModelError
+from mtplab.models.families import NO_TRUNK
 
 # Families whose class is simply mlx_lm.models.<model_type>: no need to ask mlx-lm's remapping tables.
 DIRECT = frozenset({"llama", "mimo", "qwen2", "qwen3", "qwen3_5", "qwen3_next", "gemma3_text", "deepseek_v3"})
@@ -47,6 +49,8 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ModelError(f"config.json has model_type {kind!r}; it must name an architecture of mlx-lm")
+    if kind in NO_TRUNK:
+        raise ModelError(NO_TRUNK[kind])
     try:
         if kind in DIRECT:
             module = importlib.import_module(f"mlx_lm.models.{kind}")
@@ -54,6 +58,40 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
         return importlib.import_module("mlx_lm.utils")._get_classes(config)
     except (ImportError, ValueError) as error:
         raise ModelError(f"model_type {kind!r} is not an architecture of the installed mlx-lm") from error
+
+
+def load(folder: Path, without: set[str], trust_remote_code: bool) -> Any:
+    """mlx-lm's own loader, on the checkpoint without the tensors named in `without`.
+
+    An architecture drops its MTP tensors in `sanitize`, but not all drop all of them (a layer number is fixed in one,
+    a prefix of a number in another): they are taken away before it, on this instance.
+    """
+    from mlx_lm.utils import _get_classes, load_model
+
+    from mtplab.models import layouts
+
+    def prepare(weights: dict[str, Any]) -> dict[str, Any]:
+        # Published also with numbered experts and with `.weight`; mlx-lm takes only the bare fused names.
+        kind = read.get("model_type") or ""
+        return layouts.experts(weights, (), "") if kind.startswith("qwen3_5_moe") else weights
+
+    read: dict[str, Any] = {}
+
+    def get_classes(config: dict[str, Any]) -> tuple[Any, type]:
+        model_class, args_class = _get_classes(config)
+        read.update(config)
+
+        def build(args: Any) -> Any:
+            model = model_class(args)
+            own = getattr(model, "sanitize", lambda weights: weights)
+            model.sanitize = lambda weights: own(prepare({n: a for n, a in weights.items() if n not in without}))
+            return model
+
+        return build, args_class
+
+    model, _ = load_model(folder, lazy=True, get_model_classes=get_classes, trust_remote_code=trust_remote_code)
+    del model.sanitize
+    return model
 
 
 def cache_module() -> types.ModuleType:

@@ -17,6 +17,8 @@ from mtplab.errors import ModelError
 from mtplab.models import cache as caches
 from mtplab.models.tap import tap
 
+EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings")
+
 
 @dataclass(slots=True)
 class Output:
@@ -50,6 +52,11 @@ class Tape:
         self.recording = False
         self.layers[i](*(_first(a, rows) for a in args), **{k: _first(v, rows) for k, v in kwargs.items()})
         self.recording = True
+
+
+def _with_cache(model: nn.Module) -> list[nn.Module]:
+    """The layers in the order of their caches: some models (Nemotron-H) have layers that keep none."""
+    return [x for x in model.layers if getattr(x, "block_type", "*") in ("M", "*")]
 
 
 def _first(value: Any, rows: int) -> Any:
@@ -87,11 +94,11 @@ class Target:
         recurrent = [
             i for i, layer in enumerate(fresh) if any(caches.kind(x) == "state" for x in caches.flatten(layer))
         ]
-        self.tape = Tape(list(model.layers), recurrent) if recurrent else None
+        self.tape = Tape(_with_cache(model), recurrent) if recurrent else None
         self.cache_kinds = [[caches.kind(x) for x in caches.flatten(layer)] for layer in fresh]
 
     def _final_norm(self) -> nn.Module:
-        norm = getattr(self.inner, "norm", None)
+        norm = getattr(self.inner, "norm", None) or getattr(self.inner, "norm_f", None)
         if norm is None:
             raise ModelError("hidden='pre' needs a final norm called `norm`, which this model does not have")
         return norm
@@ -116,14 +123,13 @@ class Target:
     @property
     def vocab(self) -> int | None:
         """Rows of the embedding, the ids that may be fed: MLX reads past its end without a word. None: not found."""
-        names = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings")
-        found = next((m for n in names if (m := getattr(self.inner, n, None)) is not None), None)
+        found = next((m for n in EMBEDDINGS if (m := getattr(self.inner, n, None)) is not None), None)
         weight = getattr(found, "weight", None)
         return None if weight is None else weight.shape[0]
 
     @property
     def embedding(self) -> nn.Module:
-        found = getattr(self.inner, "embed_tokens", None)
+        found = next((m for n in EMBEDDINGS if (m := getattr(self.inner, n, None)) is not None), None)
         if found is None:
             raise ModelError("this model has no `embed_tokens`, so an MTP head cannot share its embedding")
         return found
@@ -136,3 +142,8 @@ class Target:
         """hidden after the final norm: [L, D] -> logits [L, V]."""
         head = getattr(self.outer, "lm_head", None)
         return self.embedding.as_linear(hidden) if head is None else head(hidden)
+
+    @property
+    def unembedding(self) -> nn.Module:
+        """The module that `unembed` uses: `lm_head`, or the embedding where the two are tied."""
+        return getattr(self.outer, "lm_head", None) or self.embedding

@@ -91,7 +91,8 @@ class Tokenizer:
 
 def eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     """End-of-sequence ids: generation_config.json where it names them, else config.json (top level or text)."""
-    sources = [config, config.get("text_config") or {}]
+    text = config.get("text_config")
+    sources = [config, text if isinstance(text, dict) else {}]
     generation = folder / "generation_config.json"
     if generation.is_file():
         sources.insert(0, read_json(generation))

@@ -21,6 +21,7 @@ import mlx.core as mx
 from mtplab.backend import numerics
 from mtplab.backend.clock import Clock, MonotonicClock
 from mtplab.decode.baseline import baseline
+from mtplab.decode.drafters.assistant import AssistantDrafter
 from mtplab.decode.drafters.mtp import MTPDrafter
 from mtplab.decode.drafters.simple import NgramDrafter
 from mtplab.decode.policy import AdaptiveDepth, DepthPolicy, FixedDepth
@@ -31,6 +32,7 @@ from mtplab.decode.stopping import Stops
 from mtplab.decode.verify import Batched, Fixed, Rowwise, Serial
 from mtplab.diagnose import probe
 from mtplab.errors import RequestError
+from mtplab.models.assistant import Assistant
 from mtplab.models.loader import Loaded
 from mtplab.records.types import Prefill, Request, Verify
 
@@ -137,6 +139,8 @@ class Session:
     def _drafter(self, settings: Settings, request: int) -> Any:
         if self.arm.drafter == "mtp":
             draws = Draws(settings.seed, request)
+            if isinstance(self.loaded.head, Assistant):
+                return AssistantDrafter(self.loaded.head, self.cache, settings, draws, drafts=self.drafts)
             return MTPDrafter(
                 self.loaded.head, settings, draws, history=self.history, prime=self.prime, drafts=self.drafts
             )
@@ -252,7 +256,11 @@ class _Bench:
         self.block, self.drafter = ids[: max_depth + 1], None
         self.arms = {0: _Passes(loaded, "baseline", prompt[:rows], verify, width)}
         if loaded.head is not None:
-            self.drafter = MTPDrafter(loaded.head, self.settings, Draws(0, 0))
+            self.drafter = (
+                AssistantDrafter(loaded.head, self.cache, self.settings, Draws(0, 0))
+                if isinstance(loaded.head, Assistant)
+                else MTPDrafter(loaded.head, self.settings, Draws(0, 0))
+            )
             if rows > 1:
                 mx.eval(self.drafter.prime(ids[1:rows], out.hidden[:-1]))
             self.hidden = out.hidden[-1:]

@@ -54,6 +54,7 @@ class Plan:
     recursion: str | None = None  # these three override the head family's row where public codes differ
     hidden: str | None = None
     head_norms: str | None = None
+    assistant: str | None = None  # checkpoint of a Gemma 4 assistant that drafts instead of a head
     verify: str = "batched"  # how a block of drafts is checked: batched, rowwise, fixed or serial
     trust_remote_code: bool = False
     trial_timeout_s: float = 3600.0

@@ -32,7 +32,8 @@ from mtplab.trials.plan import Plan
 
 WARM_UP_TOKENS = 48
 LOAD_OPTIONS = (
-    "kv_bits", "kv_group_size", "max_kv_size", "dtype", "recursion", "hidden", "head_norms", "trust_remote_code"
+    "kv_bits", "kv_group_size", "max_kv_size", "dtype", "recursion", "hidden", "head_norms", "assistant",
+    "trust_remote_code",
 )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ class MTPDrafter:
         tokens, hidden = self._take()
         for i in range(len(self.head.layers)):
             self.head.rows(tokens, hidden, self.cache, depth=i + 1)
-        return [a for c in self.cache for a in (c.keys, c.values)]
+        return self.head.arrays(self.cache)
 
     def _take(self) -> tuple[mx.array, mx.array]:
         tokens, hidden = (mx.concatenate(parts) for parts in zip(*self.pending, strict=True))
@@ -86,7 +86,7 @@ class MTPDrafter:
             self.head.rows(tokens, hidden, self.cache, depth=i + 1)
         state, picked, dists = state[-1:], [], []
         for d in range(1, k + 1):
-            token, p = self._pick(self.head.logits(normed[-1:]), position + d - 1)
+            token, p = self._pick(self.head.logits(normed[-1:], d), position + d - 1)
             picked.append(token)
             dists.append(p)
             if d < k:

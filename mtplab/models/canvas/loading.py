@@ -19,7 +19,7 @@ from mtplab.models.canvas.base import Denoiser
 from mtplab.models.canvas.defaults import read_defaults
 from mtplab.models.canvas.layers import FEW_EXPERTS, Stacked
 from mtplab.models.canvas.names import FAMILIES, Sorted, is_canvas, sort_names
-from mtplab.models.heads import stored_kind
+from mtplab.models.kinds import stored_kind
 from mtplab.models.tokenizer import Tokenizer
 
 
