@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mtplab.errors import ModelError, RequestError
-from mtplab.models import headers, heads, headspec, mlxlm
+from mtplab.models import headers, headfile, heads, headspec, mlxlm
 from mtplab.models.target import Target
 from mtplab.models.tokenizer import Tokenizer
 
@@ -65,12 +65,14 @@ def load_target(
     recursion: str | None = None,
     hidden: str | None = None,
     head_norms: str | None = None,
+    head_folder: str | Path | None = None,
 ) -> Loaded:
     """Load a checkpoint folder (or hub id) as a `Target` with its MTP head.
 
     `head`: "auto" (if the family has one and the config or the files mention it), "none", "require".
     `dtype`: float32, float16, bfloat16, or None: as stored on a GPU, float32 on the CPU.
     `recursion`, `hidden`, `head_norms`: override the family's row where public codes differ.
+    `head_folder`: a head in a folder of its own (`headfile`), instead of the checkpoint's.
     Raises ModelError (a file is wrong) or RequestError (an option cannot be honoured).
     """
     if head not in HEAD_MODES:
@@ -83,11 +85,14 @@ def load_target(
         raise ModelError(
             f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it"
         )
+    if head_folder is not None and head == "none":
+        raise RequestError(f"the head in {head_folder} was given but nothing that is to run needs one; leave it out")
+    source = headfile.find(folder, config, tensors, head_folder if head != "none" else None)
     quantized = any(n.endswith(".scales") for n in tensors)
     cast = choose_dtype(dtype)
     model = build_trunk(folder, config, tensors, trust_remote_code)
     _cast(model, cast)
-    spec = headspec.find_spec(config)
+    spec = headspec.find_spec(source.config)
     if spec is not None:
         spec = headspec.with_options(spec, recursion, hidden)
     elif recursion or hidden:
@@ -99,15 +104,16 @@ def load_target(
         max_kv_size=max_kv_size,
         hidden=spec.hidden if spec is not None else "post",
     )
-    layers = 0 if head == "none" else wanted_layers(spec, config, tensors, require=head == "require")
+    layers = 0 if head == "none" else wanted_layers(spec, source.config, source.tensors, require=head == "require")
     module = None
     if spec is not None and layers:
-        module = _read_head(spec, layers, folder, config, tensors, target, head_norms)
+        module = _read_head(spec, layers, source, target, head_norms)
         _cast(module, cast)
     mx.eval(model.parameters(), *([module.parameters()] if module is not None else []))
     if sum(t.nbytes for t in tensors.values()) <= NAN_CHECK_BYTES:
         _refuse_nan(model, module)
     facts = _facts(folder, config, target, module, quantized, cast)
+    facts["head_folder"] = None if module is None or source.own else str(source.folder)
     facts |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size if kv_bits else None, "max_kv_size": max_kv_size}
     return Loaded(target, module, Tokenizer(folder, config), folder, context_length(config), facts)
 
@@ -190,16 +196,17 @@ def wanted_layers(spec: Any, config: dict, tensors: dict, *, require: bool) -> i
     return declared or 1 + max((int(m[1]) for n in found if (m := re.search(r"layers\.(\d+)\.", n))), default=0)
 
 
-def _read_head(spec: Any, layers: int, folder: Path, config: dict, tensors: dict, target: Target, norms: str | None):
+def _read_head(spec: Any, layers: int, source: headfile.HeadSource, target: Target, norms: str | None) -> heads.Head:
     if norms not in (None, "raw", "shifted"):
         raise RequestError(f"head-norms {norms!r} is not one of raw, shifted")
-    args = getattr(target.outer, "args", None) or target.model.args
-    weights = read_tensors(folder, tensors, set(headspec.head_names(spec, tensors)))
+    tensors = source.tensors
+    args = source.args or getattr(target.outer, "args", None) or target.model.args
+    weights = read_tensors(source.folder, tensors, set(headspec.head_names(spec, tensors)))
     raw = None if norms is None else norms == "raw"
     # A trunk whose convolutions are in raw layout is a raw checkpoint: its head is raw, too.
     if raw is None and any(n.endswith("conv1d.weight") and t.shape[-1] != 1 for n, t in tensors.items()):
         raw = True
-    return heads.load_head(spec, layers, args, target, weights, config, raw_norms=raw)
+    return heads.load_head(spec, layers, args, target, weights, source.config, raw_norms=raw)
 
 
 def _refuse_nan(model: nn.Module, head: heads.Head | None) -> None:
