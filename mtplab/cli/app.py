@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtplab import __version__
-from mtplab.cli import demo, doctor, generate, head, inspect, sweep
+from mtplab.cli import convert, demo, doctor, generate, head, inspect, sweep
 
 # Verbs in the order of the help text: the main job first.
 VERBS = {
@@ -15,6 +15,7 @@ VERBS = {
     "generate": generate.generate,
     "sweep": sweep.sweep,
     "inspect": inspect.inspect,
+    "convert": convert.convert,
     "doctor": doctor.doctor,
 }
 GROUPS = {"head": ("Make MTP heads.", {"train": head.train})}

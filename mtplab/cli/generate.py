@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli.options import HeadNorms, Hidden, Model, Recursion, Trust, check_format, out, tell
+from mtplab.cli.options import Head, HeadNorms, Hidden, Model, Recursion, Trust, check_format, out, tell
 from mtplab.errors import RequestError
 
 COLOURS = ("auto", "always", "never")
@@ -53,6 +53,7 @@ def generate(
     ] = "verified",
     prime: Annotated[bool, typer.Option("--prime/--no-prime", help="Give the head the prompt.")] = True,
     drafts: Annotated[str, typer.Option("--drafts", help="Under temperature: sampled, or point.")] = "sampled",
+    head: Head = None,
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,
@@ -86,7 +87,8 @@ def generate(
     )  # fmt: skip
     wanted = {
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size or 64, "dtype": dtype,
-        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "trust_remote_code": trust_remote_code,
+        "head_folder": head, "recursion": recursion, "hidden": hidden, "head_norms": head_norms,
+        "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     session = open_session(model, name, wanted, history=history, prime=prime, drafts=drafts)
     tokens = encode(session.loaded.tokenizer, text, chat)

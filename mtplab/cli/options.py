@@ -22,6 +22,9 @@ Hidden = Annotated[str | None, typer.Option("--hidden", help="What the head take
 HeadNorms = Annotated[
     str | None, typer.Option("--head-norms", help="Stored norms of the head: raw or shifted [recognised].")
 ]
+Head = Annotated[
+    str | None, typer.Option("--head", help="A head in a folder of its own (from head train) [the checkpoint's].")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let the checkpoint run its own Python file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 

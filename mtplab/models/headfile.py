@@ -35,11 +35,17 @@ class HeadSource:
         return self.args is None
 
 
-def find(folder: Path, config: dict, tensors: dict, head_folder: str | Path | None) -> HeadSource:
+def find(folder: Path, config: dict, tensors: dict, head_folder: str | Path | None, *, wanted: bool) -> HeadSource:
     """The head asked for, else the one inside the checkpoint's folder, else the checkpoint's own."""
-    if head_folder is None and not (folder / INSIDE / "config.json").is_file():
-        return HeadSource(folder, config, tensors)
-    return read(folder / INSIDE if head_folder is None else Path(head_folder).expanduser(), config)
+    own, inside = HeadSource(folder, config, tensors), folder / INSIDE
+    if not wanted or (head_folder is None and not (inside / "config.json").is_file()):
+        return own
+    if head_folder is not None:
+        return read(Path(head_folder).expanduser(), config)
+    spec = headspec.find_spec(config)
+    if spec is not None and (names := headspec.head_names(spec, tensors)):
+        raise ModelError(f"{folder} holds two heads, {names[0]} and the rest, and {INSIDE}/; name one with --head")
+    return read(inside, config)
 
 
 def read(folder: Path, trunk: dict[str, Any]) -> HeadSource:

@@ -87,7 +87,7 @@ def load_target(
         )
     if head_folder is not None and head == "none":
         raise RequestError(f"the head in {head_folder} was given but nothing that is to run needs one; leave it out")
-    source = headfile.find(folder, config, tensors, head_folder if head != "none" else None)
+    source = headfile.find(folder, config, tensors, head_folder, wanted=head != "none")
     quantized = any(n.endswith(".scales") for n in tensors)
     cast = choose_dtype(dtype)
     model = build_trunk(folder, config, tensors, trust_remote_code)

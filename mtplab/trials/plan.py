@@ -48,6 +48,7 @@ class Plan:
     history: str = "verified"
     prime: bool = True
     drafts: str = "sampled"  # under temperature: drawn from the head's distribution, or its first choice ("point")
+    head_folder: str | None = None  # a head of its own instead of the checkpoint's
     recursion: str | None = None  # these three override the head family's row where public codes differ
     hidden: str | None = None
     head_norms: str | None = None
