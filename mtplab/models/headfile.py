@@ -59,11 +59,25 @@ def read(folder: Path, trunk: dict[str, Any]) -> HeadSource:
     if extra:
         raise ModelError(f"{folder} holds {extra[0]}, which is no head tensor; a head folder holds the head alone")
     _check_trunk(folder, config.get(ABOUT) or {}, trunk)
+    _check_shape(folder, config)
     try:
         args = mlxlm.classes(config)[1].from_dict(config)
     except TypeError as error:
         raise ModelError(f"{folder}/config.json does not describe a head: {error}") from error
     return HeadSource(folder, config, tensors, args)
+
+
+SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def _check_shape(folder: Path, config: dict[str, Any]) -> None:
+    for key in SHAPE:
+        value = config.get(key)
+        if type(value) is not int or not 1 <= value < 1 << 24:
+            raise ModelError(f"{folder}/config.json has {key} {value!r}; it must be a whole number of at least 1")
+    dim, heads, kv = (config[k] for k in (SHAPE[0], SHAPE[2], SHAPE[3]))
+    if dim % heads or heads % kv:
+        raise ModelError(f"{folder}/config.json: {heads} heads cannot share a width of {dim} and {kv} key-value heads")
 
 
 def _check_trunk(folder: Path, made_for: dict[str, Any], trunk: dict[str, Any]) -> None:

@@ -173,8 +173,9 @@ def begin(layer: nn.Module, rows: np.ndarray, seed: int) -> None:
             zero = name.endswith(("o_proj.weight", "down_proj.weight"))
             value = mx.zeros(a.shape) if zero else _normal(a.shape, seed, name) * a.shape[-1] ** -0.5
             layer.load_weights([(name, value)], strict=False)
-        elif not name.endswith("norm.weight"):
-            layer.load_weights([(name, mx.zeros(a.shape))], strict=False)
+        else:
+            norm = name.endswith("norm.weight")
+            layer.load_weights([(name, mx.ones(a.shape) if norm else mx.zeros(a.shape))], strict=False)
     embedded = _normal((dim, dim), seed, "proj") * (2 * dim) ** -0.5
     halves = [mx.eye(dim), embedded] if layer._fuse_hidden_first else [embedded, mx.eye(dim)]
     size = np.sqrt(np.square(rows["hidden"].astype(np.float32)).mean(axis=(0, 1)))

@@ -47,7 +47,8 @@ class Texts:
         documents = corpus.read_documents(spec)
         # The windows must not depend on the number of rows: a run that goes on with more keeps the same ones held out.
         cut = corpus.cut(documents, name, tokenizer, prompts=WINDOWS, size=self.plan.length, limit=context)
-        found = [p for p in cut if p.tokens]
+        # Short windows may begin at one and the same word; what is held out must not be trained on by another way.
+        found = list({p.id: p for p in cut if p.tokens}.values())
         if len(found) < 2:
             raise RequestError(
                 f"corpus {spec!r} gives {len(found)} windows of {self.plan.length} tokens, and one is to be held out; "

@@ -90,7 +90,11 @@ def llama(path: Path, config: dict, weights: dict[str, np.ndarray], kind: str = 
 
 
 def metadata(config: dict) -> dict[str, Any]:
-    tokens = [chr(33 + i) for i in range(61)] + ["a", "b", "c", "Ġ", "ab", "abc", "<end>"] + [f"<{i}>" for i in range(68, 97)]
+    tokens = (
+        [chr(33 + i) for i in range(61)]
+        + ["a", "b", "c", "Ġ", "ab", "abc", "<end>"]
+        + [f"<{i}>" for i in range(68, 97)]
+    )
     return {
         "general.architecture": "llama",
         "llama.embedding_length": config["hidden_size"],
