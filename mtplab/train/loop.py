@@ -33,7 +33,9 @@ from mtplab.trials.files import dumps, explained, sync_folder, write_text
 
 WARM_UP, COOL_DOWN, CLIP = 40, 0.3, 1.0
 CURVE_POINTS = 10
-CURVE_ROWS, FINAL_ROWS = 12, 48  # held-out rows of a point of the curve, and of the last one
+FIRST_ROWS, RIDGE = 48, 0.01  # what the first head is fitted to
+CURVE_ROWS, FINAL_ROWS = 12, 24  # held-out rows of a point of the curve, and of the last one
+CURVE_STRIDE = 4  # one position in so many counts there; in the last point all do
 SAVE_EVERY_S = 60.0
 STATE, CURVE = "state.safetensors", "curve.jsonl"
 
@@ -69,7 +71,7 @@ class Training:
         if (folder / STATE).exists():
             self._load()
         else:
-            begin(self.layer, self.rows.take(range(min(8, len(self.rows)))), plan.seed)
+            begin(self.layer, target, self.rows.take(range(min(FIRST_ROWS, len(self.rows)))), plan.seed)
 
     def _loss(self, batch: np.ndarray, candidates: chain.Candidates) -> mx.array:
         recursion = self.head.spec.recursion
@@ -124,7 +126,8 @@ class Training:
         return value.item()
 
     def _evaluate(self, rows: int, value: float | None) -> None:
-        held = agreement(self.head, self.target, self.held[:rows], self.plan.depth)
+        stride = 1 if rows == FINAL_ROWS else CURVE_STRIDE
+        held = agreement(self.head, self.target, self.held[:rows], self.plan.depth, stride=stride)
         tokens = self.at.step * min(self.plan.batch, len(self.rows)) * self.plan.length
         entry = {"step": self.at.step, "tokens": tokens, "seconds": round(self.at.seconds, 1), "loss": value}
         self.at.curve.append(entry | {"held_out_rows": min(rows, len(self.held)), **held})
@@ -164,38 +167,46 @@ def schedule(step: int, share: float) -> float:
     return min(1.0, max((step + 1) / WARM_UP, share / 0.05)) * min(1.0, max(0.0, 1.0 - share) / COOL_DOWN)
 
 
-def begin(layer: nn.Module, rows: np.ndarray, seed: int) -> None:
-    """A head that at first passes the trunk's state through: the hidden half of the projection is the identity, the
-    block adds nothing, and the final norm gives every dimension the size that it has in the trunk's states."""
-    dim = layer.proj.weight.shape[0]
+def begin(layer: nn.Module, target: Target, rows: np.ndarray, seed: int) -> None:
+    """The best head without a block: the next state as a linear map of this one and the next token's embedding.
+
+    The hidden norm gives every dimension of the trunk's states the size one, the final norm gives it its own size
+    back, and between them the projection is the ridge regression over `rows`. The block adds nothing yet.
+    """
     for name, a in tree_flatten(layer.parameters()):
-        if a.ndim == 2:
-            zero = name.endswith(("o_proj.weight", "down_proj.weight"))
-            value = mx.zeros(a.shape) if zero else _normal(a.shape, seed, name) * a.shape[-1] ** -0.5
-            layer.load_weights([(name, value)], strict=False)
+        if a.ndim == 2 and not name.endswith(("o_proj.weight", "down_proj.weight")):
+            value = mx.random.normal(a.shape, key=key(seed, "new head", name)) * a.shape[-1] ** -0.5
         else:
-            norm = name.endswith("norm.weight")
-            layer.load_weights([(name, mx.ones(a.shape) if norm else mx.zeros(a.shape))], strict=False)
-    embedded = _normal((dim, dim), seed, "proj") * (2 * dim) ** -0.5
-    halves = [mx.eye(dim), embedded] if layer._fuse_hidden_first else [embedded, mx.eye(dim)]
-    size = np.sqrt(np.square(rows["hidden"].astype(np.float32)).mean(axis=(0, 1)))
-    new = {"proj.weight": mx.concatenate(halves, axis=1), "final_norm.weight": mx.array(size)}
-    layer.load_weights(list(new.items()), strict=False)
+            value = mx.ones(a.shape) if name.endswith("norm.weight") else mx.zeros(a.shape)
+        layer.load_weights([(name, value)], strict=False)
+    hidden = rows["hidden"].astype(np.float32)
+    size = np.sqrt(np.square(hidden).mean(axis=(0, 1))) + 1e-6
+    norms = {"hidden_norm.weight": np.sqrt(np.square(size).mean()) / size, "final_norm.weight": size}
+    layer.load_weights([(n, mx.array(a.astype(np.float32))) for n, a in norms.items()], strict=False)
+    embedded = target.embed(mx.array(rows["tokens"][:, 1:])).astype(mx.float32)
+    parts = [layer.hidden_norm(mx.array(hidden[:, :-1])), layer.embed_norm(embedded)]
+    x = np.array(mx.concatenate(parts if layer._fuse_hidden_first else parts[::-1], axis=-1))
+    layer.load_weights([("proj.weight", mx.array(_ridge(x, hidden[:, 1:] / size)))], strict=False)
     mx.eval(layer.parameters())
 
 
-def _normal(shape: tuple[int, ...], seed: int, name: str) -> mx.array:
-    return mx.random.normal(shape, key=key(seed, "new head", name))
+def _ridge(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """W [outputs, inputs] of the least squares y = W x with a hundredth of the inputs' size as ridge."""
+    x, y = (a.reshape(-1, a.shape[-1]).astype(np.float64) for a in (x, y))
+    gram = x.T @ x
+    gram += np.eye(len(gram)) * (RIDGE * np.trace(gram) / len(gram))
+    return np.linalg.solve(gram, x.T @ y).T.astype(np.float32)
 
 
-def agreement(head: Head, target: Target, rows: np.ndarray, depth: int) -> dict[str, Any]:
+def agreement(head: Head, target: Target, rows: np.ndarray, depth: int, *, stride: int = 1) -> dict[str, Any]:
     """`match` and `overlap` per depth on held-out rows, over the whole vocabulary (`decode.quality` position by
-    position, here a row at once), for given text and for the target's own."""
+    position, here a row at once), for given text and for the target's own, at every `stride`-th position."""
     sums = {part: np.zeros((depth, 3)) for part in ("text", "own")}
     for row in rows:
-        for d, (same, shared) in enumerate(_row(head, target, row, depth), 1):
+        for d, (same, shared) in enumerate(_row(head, target, row, depth, stride), 1):
             # Row t of depth d is about token t + d + 1: whose is it?
-            own = (np.arange(len(same)) + d + 1 >= row["given"]) & (row["given"] < len(row["tokens"]))
+            about = stride * np.arange(len(same)) + d + 1
+            own = (about >= row["given"]) & (row["given"] < len(row["tokens"]))
             for part, chosen in (("text", ~own), ("own", own)):
                 sums[part][d - 1] += [chosen.sum(), same[chosen].sum(), shared[chosen].sum()]
     out: dict[str, Any] = {}
@@ -205,16 +216,15 @@ def agreement(head: Head, target: Target, rows: np.ndarray, depth: int) -> dict[
     return out
 
 
-def _row(head: Head, target: Target, row: np.void, depth: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _row(head: Head, target: Target, row: np.void, depth: int, stride: int) -> list[tuple[np.ndarray, np.ndarray]]:
     hidden = mx.array(row["hidden"]).astype(mx.float32)[None]
     embedded = target.embed(mx.array(row["tokens"])).astype(mx.float32)[None]
-    p = mx.softmax(target.unembed(hidden[0]).astype(mx.float32), axis=-1, precise=True)
     out = []
     for d, normed in enumerate(chain.drafts(head.layers[0], hidden, embedded, depth, recursion=head.spec.recursion), 1):
-        q = mx.softmax(target.unembed(normed[0]).astype(mx.float32), axis=-1, precise=True)
-        goal = p[d:]
-        same = mx.argmax(q, axis=-1) == mx.argmax(goal, axis=-1)
-        out.append((np.array(same), np.array(mx.minimum(q, goal).sum(axis=-1))))
+        pairs = (normed[0, ::stride], hidden[0, d::stride])
+        q, p = (mx.softmax(target.unembed(h).astype(mx.float32), axis=-1, precise=True) for h in pairs)
+        same = mx.argmax(q, axis=-1) == mx.argmax(p, axis=-1)
+        out.append((np.array(same), np.array(mx.minimum(q, p).sum(axis=-1))))
     return out
 
 

@@ -289,16 +289,29 @@ def test_the_schedule_warms_up_stays_and_falls_to_nothing():
     assert loop.schedule(100, 1.0) == 0.0
 
 
-def test_the_first_head_passes_the_trunks_state_through(load):
-    loaded = load("mimo")
-    rows = np.zeros(2, [("hidden", "<f2", (4, 32))])
-    rows["hidden"] = 3.0
-    loop.begin(loaded.head.layers[0], rows, 1)
-    layer = loaded.head.layers[0]
-    h = mx.random.normal((1, 1, 32), key=mx.array([1, 2], dtype=mx.uint32))
-    _, out = layer(h, mx.zeros((1, 1, 32)), None)
-    wanted = 3.0 * h / mx.sqrt(mx.square(h).mean())
-    assert mx.allclose(out, wanted, atol=1e-3)
+def test_the_first_head_is_the_linear_map_of_the_states(load):
+    """On states that are a linear function of what the head sees, the untrained head gives them back."""
+    loaded, rng = load("mimo"), np.random.default_rng(1)
+    layer, target = loaded.head.layers[0], loaded.target
+    tokens = rng.integers(0, tiny.VOCAB, (40, 32))
+    size = np.exp(rng.normal(size=32))  # dimensions of very different sizes
+    embedded = np.array(layer_norm(target.embed(mx.array(tokens))))
+    turn = np.linalg.qr(rng.normal(size=(32, 32)))[0]
+    hidden = np.zeros((40, 32, 32))
+    hidden[:, 0] = rng.normal(size=(40, 32))
+    for t in range(1, 32):
+        new = 0.6 * hidden[:, t - 1] @ turn + 0.8 * embedded[:, t]
+        hidden[:, t] = new / np.sqrt(np.square(new).mean(-1, keepdims=True))
+    rows = np.zeros(40, [("hidden", "<f2", (32, 32)), ("tokens", "<i4", (32,))])
+    rows["hidden"], rows["tokens"] = hidden * size, tokens
+    loop.begin(layer, target, rows, 1)
+    _, out = layer(mx.array(rows["hidden"][:, :-1]).astype(mx.float32), target.embed(mx.array(tokens[:, 1:])), None)
+    error = np.array(out) / size - hidden[:, 1:]
+    assert np.sqrt(np.square(error).mean()) < 0.1
+
+
+def layer_norm(x: mx.array) -> mx.array:
+    return x / mx.sqrt(mx.square(x).mean(axis=-1, keepdims=True))
 
 
 def test_progress_in_a_log_is_one_line_a_minute(tmp_path):
