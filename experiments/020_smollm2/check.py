@@ -2,7 +2,8 @@
 
     python check.py --gguf model.gguf --model FOLDER
 
-transformers needs the packages gguf and accelerate for this. FOLDER is `mtplab convert model.gguf FOLDER --dtype float32`.
+transformers needs the packages gguf and accelerate for this; FOLDER is made by
+`mtplab convert model.gguf FOLDER --dtype float32`.
 The last line is one JSON document: the largest difference of logits per text, and whether the tokenizers agree.
 """
 

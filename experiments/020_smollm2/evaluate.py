@@ -41,7 +41,9 @@ def main() -> None:
             text += agreement(loaded.target, loaded.head, tokens, start=8)
             own += agreement(loaded.target, loaded.head, tokens + made, start=len(tokens))
         for part, a in (("text", text), ("own_greedy", own)):
-            row = {k: [round(x, 3) for x in getattr(a, k)] for k in ("match", "overlap")} | {"positions": a.positions[0]}
+            row = {k: [round(x, 3) for x in getattr(a, k)] for k in ("match", "overlap")} | {
+                "positions": a.positions[0]
+            }
             out[f"{name}/{part}"] = row
             print(name, part, row, flush=True)
     print(json.dumps(out))
