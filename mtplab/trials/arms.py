@@ -102,6 +102,12 @@ class Session:
             "head": self.loaded.facts.get("head") if mtp else None,
         }
 
+    def knows_costs_of(self, other: Session) -> None:
+        """Go on with what another session of this arm on this machine learned of the cost of a pass, and with nothing
+        of what its texts accepted."""
+        if isinstance(self.policy, AdaptiveDepth) and isinstance(other.policy, AdaptiveDepth):
+            self.policy.costs = other.policy.costs
+
     def run(self, prompt: Sequence[int], *, request: int, settings: Settings) -> Iterator[Prefill | Verify]:
         """Decode one prompt from an empty cache. Too long a prompt is refused before anything runs."""
         room = self.loaded.context - len(prompt)

@@ -30,7 +30,7 @@ from mtplab.trials import corpus
 from mtplab.trials.files import FULL, dumps, sentence, write_text
 from mtplab.trials.plan import Plan
 
-WARM_UP_TOKENS = 24
+WARM_UP_TOKENS = 48
 LOAD_OPTIONS = (
     "kv_bits", "kv_group_size", "max_kv_size", "dtype", "recursion", "hidden", "head_norms", "trust_remote_code"
 )  # fmt: skip
@@ -164,8 +164,7 @@ def trial(spec: dict[str, Any]) -> None:
     from mtplab.backend import machine
 
     loaded = load(plan, [spec["arm"]])
-    made = runs(spec, plan, loaded, prompts)
-    warm_up(spec, plan, loaded, prompts[0])
+    made = runs(spec, plan, loaded, prompts, warm_up(spec, plan, loaded, prompts[0]))
     mx.reset_peak_memory()
     began, count, total = time.perf_counter(), 0, len(prompts) * len(plan.modes)
     with open(spec["out"], "w", encoding="utf-8") as file, backend.LoadSampler() as sampler:
@@ -207,19 +206,25 @@ def session(spec: dict[str, Any], plan: Plan, loaded: Any) -> Any:
     return arms.Session(loaded, arms.parse_arm(spec["arm"]), costs_ns=arms.costs_ns(spec["costs"]), **arm_options(plan))
 
 
-def warm_up(spec: dict[str, Any], plan: Plan, loaded: Any, prompt: corpus.Prompt) -> None:
-    """One request in a session of its own that leaves nothing behind: neither times, counts nor a policy's memory."""
+def warm_up(spec: dict[str, Any], plan: Plan, loaded: Any, prompt: corpus.Prompt) -> Any:
+    """One request in a session of its own, of which nothing is counted. Of the session only what it learned of the
+    machine is used on: what a pass costs, not what this text accepted."""
     first = settings(plan, plan.modes[0], 0)
     few = replace(first, max_tokens=min(first.max_tokens, WARM_UP_TOKENS))
-    session(spec, plan, loaded).request(prompt.tokens, request=0, settings=few)
+    live = session(spec, plan, loaded)
+    live.request(prompt.tokens, request=0, settings=few)
+    return live
 
 
-def runs(spec: dict[str, Any], plan: Plan, loaded: Any, prompts: list[corpus.Prompt]) -> Iterator[Any]:
-    """Every prompt in every mode. One session per mode and corpus, so that no text tunes the policy of another."""
+def runs(spec: dict[str, Any], plan: Plan, loaded: Any, prompts: list[corpus.Prompt], before: Any) -> Iterator[Any]:
+    """Every prompt in every mode. One session per mode and corpus, so that no text tunes the policy of another; what
+    passes cost on this machine is carried from the session before."""
     for mode in plan.modes:
         chosen = settings(plan, mode, spec["round"])
         for name in dict.fromkeys(p.corpus for p in prompts):
             live = session(spec, plan, loaded)
+            live.knows_costs_of(before)
+            before = live
             for number, prompt in enumerate(prompts):
                 if prompt.corpus == name:
                     request = live.request(

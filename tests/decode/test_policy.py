@@ -17,16 +17,17 @@ def verify(depth: int, accepted: int, ns: float) -> Verify:
     return Verify(0, 1, depth, depth, accepted, accepted + 1, None, 0, 0, (), (), 0, int(ns))
 
 
-def simulate(policy, chances, passes, costs=COSTS, seed=0):
-    """Draft i stands with chances[i] given those before it. Returns the records; tokens per ns is what counts."""
+def simulate(policy, chances, passes, costs=COSTS, seed=0, slow=lambda pass_: 1.0):
+    """Draft i stands with chances[i] given those before it. Returns the records; tokens per ns is what counts.
+    `slow(pass)` is by how much the machine is slower then, whatever the depth."""
     rng, records, waiting = random.Random(seed), [], None
-    for _ in range(passes):
+    for at in range(passes):
         depth = policy.next_depth() if waiting is None else waiting
         waiting = policy.next_depth() if depth == 0 else None  # as the loop does it
         accepted = 0
         while accepted < depth and rng.random() < chances[accepted]:
             accepted += 1
-        records.append(verify(depth, accepted, costs[depth] * rng.uniform(0.97, 1.03)))
+        records.append(verify(depth, accepted, costs[depth] * slow(at) * rng.uniform(0.97, 1.03)))
         policy.observe(records[-1])
     return records
 
@@ -58,6 +59,48 @@ def test_backs_off_when_the_text_turns_and_returns():
     assert policy.depth == 0
     simulate(policy, (0.95, 0.95, 0.95), 600)
     assert policy.depth == 3
+
+
+def test_a_machine_that_changes_its_speed_misleads_nobody():
+    """Twice as slow for 40 passes, then not: a time from before the change must not be held against another depth."""
+    for seed in range(8):
+        policy, slow = AdaptiveDepth(3, COSTS), lambda at: 2.0 if at // 40 % 2 else 1.0
+        records = simulate(policy, (0.9, 0.9, 0.9), 600, seed=seed, slow=slow)
+        assert [r.depth for r in records[40:]].count(3) > 500
+
+
+def ratio(policy, depth: int, other: int) -> float:
+    return policy.costs[depth] / policy.costs[other]
+
+
+def test_a_machine_that_slows_down_as_the_depth_changes_does_not_rule_it_out():
+    policy = AdaptiveDepth(3, COSTS)
+    for ns in [COSTS[2]] * 5:
+        policy.observe(verify(2, 2, ns))
+    for ns in [3 * COSTS[3]] * 9:
+        policy.observe(verify(3, 3, ns))
+    for ns in [3 * COSTS[2]] * 3:
+        policy.observe(verify(2, 2, ns))
+    assert ratio(policy, 3, 2) == pytest.approx(COSTS[3] / COSTS[2], rel=0.15)
+
+
+def test_a_run_of_overlapping_steps_is_timed_as_a_whole():
+    """Entering depth 0 launches two steps and leaving it launches none: 170, 100, 30 are three steps of 100."""
+    policy = AdaptiveDepth(3, {0: 50, 1: COSTS[1], 2: 1, 3: 1})
+    for _ in range(40):
+        for depth, ns in ((0, 170), (0, 100), (0, 30), *[(1, COSTS[1])] * 3):
+            policy.observe(verify(depth, 0, ns))
+    assert ratio(policy, 1, 0) == pytest.approx(COSTS[1] / 100, rel=0.02)
+
+
+def test_short_texts_lose_little():
+    """64 tokens a text: what the last text taught is where the next one starts."""
+    for chances in ((0.25, 0.2, 0.2), (0.8, 0.8, 0.8)):
+        policy, records = AdaptiveDepth(3, COSTS), []
+        for text in range(24):
+            policy.start_request()
+            records += simulate(policy, chances, 30, seed=text)
+        assert rate(records) > 0.96 * best_rate(chances)
 
 
 def test_dear_verifies_keep_it_at_zero_without_probing():

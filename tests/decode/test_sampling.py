@@ -88,7 +88,7 @@ class Fixed:
     """A target without a model: logits depend on the last token only, so joint outcomes have a closed form."""
 
     def __init__(self, table):
-        self.table, self.tape = mx.array(table), None
+        self.table, self.tape, self.vocab = mx.array(table), None, len(table)
 
     def new_cache(self):
         return helpers.CountingCache()
