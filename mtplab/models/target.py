@@ -145,7 +145,7 @@ class Target:
         """Rows of the unembedding matrix: the ids that logits are about."""
         return self._unembedding().weight.shape[0]
 
-    def unembedding(self, ids: mx.array) -> mx.array:
+    def unembedding_rows(self, ids: mx.array) -> mx.array:
         """The rows of the unembedding matrix for some tokens, as floats. ids: [n] -> [n, D]."""
         head = self._unembedding()
         if "scales" not in head:

@@ -85,7 +85,7 @@ class Candidates:
     def logits(self, target: Target, normed: mx.array) -> mx.array:
         """normed: [..., D] -> float32 [..., number of ids]."""
         if self.rows is None:
-            self.rows = target.unembedding(mx.array(self.ids)).astype(mx.float32)
+            self.rows = target.unembedding_rows(mx.array(self.ids)).astype(mx.float32)
         return normed @ self.rows.T
 
 
