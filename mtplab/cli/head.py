@@ -19,7 +19,7 @@ def train(
     folder: Annotated[Path, _option("--out", help="Run folder: rows, state, learning curve, head.")],
     model: Annotated[str | None, _option("--model", help="Bundled name, checkpoint folder or hub id.")] = None,
     corpus: Annotated[
-        list[str] | None, _option("--corpus", help="Bundled text or a .txt/.jsonl file; repeatable [novel, c].")
+        list[str] | None, _option("--corpus", help="A .txt/.jsonl file (or bundled text) to begin from; repeatable.")
     ] = None,
     minutes: Annotated[float | None, _option("--minutes", help="Train for so long (without the collecting).")] = None,
     steps: Annotated[int | None, _option("--steps", help="Or for so many steps.")] = None,

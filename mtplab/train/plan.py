@@ -22,7 +22,7 @@ class HeadPlan:
     `minutes` (exactly one of them). Two runs with equal fields make the same head, bit for bit, if they count steps."""
 
     model: str
-    corpora: tuple[str, ...] = ("novel", "c")
+    corpora: tuple[str, ...] = ()  # no default: what ships with mtplab is for measuring, not for training
     rows: int = 1024
     length: int = 256  # tokens of a row
     prompt_tokens: int = 64  # of them given by the text; the rest is the target's own
@@ -90,7 +90,7 @@ def _check(plan: HeadPlan) -> None:
         if getattr(plan, key) < least:
             raise RequestError(f"--{key.replace('_', '-')} is {getattr(plan, key)} but must be at least {least}")
     if not plan.corpora:
-        raise RequestError("no --corpus is named; name at least one")
+        raise RequestError("no --corpus is named; give a text to begin from, other than those you will measure on")
     if plan.prompt_tokens >= plan.length:
         raise RequestError(
             f"--prompt-tokens {plan.prompt_tokens} leave nothing of --length {plan.length} to the model; lower it"

@@ -80,7 +80,7 @@ def test_help_starts_in_a_blink():
 def test_every_verb_is_listed_and_explained(call):
     code, out, _ = call("--help")
     assert code == 0
-    for verb in ("demo", "generate", "sweep", "inspect", "doctor"):
+    for verb in ("demo", "generate", "sweep", "inspect", "doctor", "convert", "head"):
         assert verb in out
         assert call(verb, "--help")[0] == 0
 

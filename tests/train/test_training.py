@@ -202,10 +202,16 @@ def test_more_steps_may_follow_and_other_changes_may_not(tmp_path, llama):
 def test_a_wrong_request_is_one_sentence(tmp_path, llama, monkeypatch, capfd, arguments, code, words):
     monkeypatch.chdir(tmp_path)
     filled = [str(llama) if a == "MODEL" else a for a in arguments]
+    filled += [] if "--corpus" in filled or "--resume" in filled else ["--corpus", "c"]
     assert cli.main(["head", "train", *filled, "--quiet"]) == code
     captured = capfd.readouterr()
     assert words in captured.err and captured.err.count("\n") == 1 and captured.out == ""
     assert not (tmp_path / "x").exists()
+
+
+def test_a_corpus_must_be_named(tmp_path, llama, capfd):
+    assert cli.main(["head", "train", "--model", str(llama), "--steps", "1", "--out", str(tmp_path / "x")]) == 2
+    assert "no --corpus is named; give a text to begin from" in capfd.readouterr().err
 
 
 def test_a_resume_with_another_plan_trunk_or_damage(tmp_path, llama, capfd):
