@@ -92,7 +92,9 @@ def _train(folder: Path, plan: HeadPlan, progress: Progress, resume: bool, only_
     curve = training.run(learning, stopped)
     training.save()
     count = sum(a.size for _, a in tree_flatten(head.parameters()))
-    config[write.headfile.ABOUT] |= {"plan": plan.to_json(), "held_out": curve[-1]}
+    # A head is given away: names, not the paths of the machine that made it.
+    names = {"model": Path(plan.model).name, "corpora": [Path(c).name for c in plan.corpora]}
+    config[write.headfile.ABOUT] |= {"plan": plan.to_json() | names, "held_out": curve[-1]}
     write.write_head(folder / HEAD, head, config, write.card(plan, config, curve, count))
     return {"folder": str(folder), "rows": plan.rows, "head": str(folder / HEAD), "parameters": count, "curve": curve}
 

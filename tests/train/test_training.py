@@ -68,7 +68,8 @@ def test_the_run_folder_and_the_card(whole):
     curve = [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
     assert curve == made["curve"] and curve[0]["step"] == 0 and curve[-1]["step"] == 12
     assert len(curve) == 1 + loop.CURVE_POINTS and curve[-1]["tokens"] == 12 * 3 * 32
-    card = (out / "head" / "README.md").read_text()
+    card, config = ((out / "head" / n).read_text() for n in ("README.md", "config.json"))
+    assert "/" not in json.loads(config)["mtplab_head"]["plan"]["model"], "a head is given away without paths"
     for part in (
         f"{made['parameters']:,} parameters",
         "12 rows of 32 tokens",
