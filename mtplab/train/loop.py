@@ -87,16 +87,15 @@ class Training:
         """To the end of the budget; returns the learning curve. Raises Stopped once `stop()` is true."""
         if not self.at.curve:
             self._evaluate(CURVE_ROWS, None)
-        began, before = time.monotonic(), self.at.seconds
+        began, before, value = time.monotonic(), self.at.seconds, None
         saved = began
         while self.share < 1.0:
             points = int(self.share * CURVE_POINTS)
             value = self.step()
             self.at.seconds = before + time.monotonic() - began
             tell(self.at, value)
-            if int(self.share * CURVE_POINTS) > points:
-                last = self.share >= 1.0
-                self._evaluate(FINAL_ROWS if last else CURVE_ROWS, value)
+            if points < int(self.share * CURVE_POINTS) < CURVE_POINTS:
+                self._evaluate(CURVE_ROWS, value)
                 self.save()
                 saved = time.monotonic()
             if stop():
@@ -105,6 +104,11 @@ class Training:
             if time.monotonic() - saved > SAVE_EVERY_S:
                 self.save()
                 saved = time.monotonic()
+        # The last look takes the longest: what was learned is safe before it begins.
+        self.save()
+        if self.at.curve[-1]["step"] != self.at.step:
+            self._evaluate(FINAL_ROWS, value)
+            self.save()
         return self.at.curve
 
     def step(self) -> float:
