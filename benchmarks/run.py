@@ -16,11 +16,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("baseline_vs_mlx_lm", "loop_cost", "predicted", "memory")
+SCRIPTS = ("baseline_vs_mlx_lm", "loop_cost", "predicted", "exact_verify", "memory")
 QUICK = {
     "baseline_vs_mlx_lm": ["--rounds", "2", "--prompts", "1", "--max-tokens", "32"],
     "loop_cost": ["--rounds", "2", "--prompts", "1", "--max-tokens", "32"],
     "predicted": ["--rounds", "2", "--prompts", "1", "--max-tokens", "32"],
+    "exact_verify": ["--rounds", "2", "--prompts", "1", "--max-tokens", "32"],
     "memory": ["--max-tokens", "64", "--passes", "10", "40"],
 }
 SMOLLM2 = ["--rounds", "5", "--prompts", "2", "--max-tokens", "128"]

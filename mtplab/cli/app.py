@@ -7,13 +7,19 @@ from typing import Annotated
 import typer
 
 from mtplab import __version__
+<<<<<<< HEAD
 from mtplab.cli import convert, demo, doctor, generate, head, inspect, sweep
+=======
+from mtplab.cli import demo, diverge, doctor, generate, inspect, probe, sweep
+>>>>>>> main
 
 # Verbs in the order of the help text: the main job first.
 VERBS = {
     "demo": demo.demo,
     "generate": generate.generate,
     "sweep": sweep.sweep,
+    "diverge": diverge.diverge,
+    "probe": probe.probe,
     "inspect": inspect.inspect,
     "convert": convert.convert,
     "doctor": doctor.doctor,

@@ -10,7 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+<<<<<<< HEAD
 from mtplab.cli.options import Head, HeadNorms, Hidden, Model, Recursion, Trust, check_format, out, tell
+=======
+from mtplab.cli.options import HeadNorms, Hidden, Model, Recursion, Trust, Verify, check_format, out, tell
+>>>>>>> main
 from mtplab.errors import RequestError
 
 COLOURS = ("auto", "always", "never")
@@ -57,6 +61,7 @@ def generate(
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,
+    verify: Verify = None,
     trust_remote_code: Trust = False,
     show: Annotated[bool, typer.Option("--show", help="Colour accepted drafts, bonus tokens and corrections.")] = False,
     color: Annotated[str, typer.Option("--color", help="auto (a terminal), always or never.")] = "auto",
@@ -79,8 +84,9 @@ def generate(
     info = backend.setup()
     if info.notice:
         tell(f"note: {info.notice}")
-    from mtplab.decode.settings import Settings
+    from mtplab.decode.settings import Settings, check_verify
 
+    way = check_verify(verify or "batched")
     settings = Settings(
         max_tokens=max_tokens, temp=temp, top_p=top_p, top_k=top_k, seed=seed, ignore_eos=ignore_eos,
         stop=tuple(stop or ()), prefill_step=prefill_step_size,
@@ -90,7 +96,9 @@ def generate(
         "head_folder": head, "recursion": recursion, "hidden": hidden, "head_norms": head_norms,
         "trust_remote_code": trust_remote_code,
     }  # fmt: skip
-    session = open_session(model, name, wanted, history=history, prime=prime, drafts=drafts)
+    session = open_session(model, name, wanted, history=history, prime=prime, drafts=drafts, verify=way)
+    if verify is not None:
+        tell(f"verify {way}: logits equal to {session.verifier.equal_to}")
     tokens = encode(session.loaded.tokenizer, text, chat)
     colour = show and wants_colour(color)
     stream(session, tokens, settings, output, colour=colour)

@@ -17,6 +17,7 @@ from mtplab.cli.options import (
     Quiet,
     Recursion,
     Trust,
+    Verify,
     check_format,
     out,
     tell,
@@ -76,6 +77,7 @@ def sweep(
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,
+    verify: Verify = None,
     trust_remote_code: Trust = False,
     plan: Annotated[Path | None, _option("--plan", help="A TOML file with these settings; flags win over it.")] = None,
     folder: Annotated[Path | None, _option("--out", help="Run folder [runs/TIME-MODEL].")] = None,
@@ -95,7 +97,11 @@ def sweep(
         "top_k": top_k, "seed": seed, "ignore_eos": ignore_eos, "prefill_step_size": prefill_step_size,
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size, "dtype": dtype,
         "history": history, "prime": prime, "drafts": drafts,
+<<<<<<< HEAD
         "head_folder": head, "recursion": recursion, "hidden": hidden, "head_norms": head_norms,
+=======
+        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "verify": verify,
+>>>>>>> main
         "trust_remote_code": trust_remote_code or None,
     }  # fmt: skip
     store = _resumed(folder, plan, asked) if resume else start(_planned(plan, asked), folder, quiet=quiet)

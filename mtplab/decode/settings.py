@@ -9,6 +9,13 @@ from typing import Any
 from mtplab.errors import RequestError
 
 MAX_DEPTH = 8
+# The ways of verifying (see `decode.verify`) and what the logits of each are equal to.
+VERIFY = {
+    "batched": "ordinary one-token decoding where no operation cares for the number of rows (see mtplab probe)",
+    "rowwise": "ordinary one-token decoding, bit for bit",
+    "fixed": "every depth and the baseline at the same fixed width, bit for bit; not ordinary one-token decoding",
+    "serial": "ordinary one-token decoding, bit for bit: every row runs alone",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,13 @@ class Settings:
 
     def effective(self) -> dict[str, Any]:
         return asdict(self) | {"stop": list(self.stop), "mode": "greedy" if self.greedy else "sampled"}
+
+
+def check_verify(mode: str) -> str:
+    """A way of verifying, or a RequestError that lists them."""
+    if mode not in VERIFY:
+        raise RequestError(f"verify {mode!r} is not one of {', '.join(VERIFY)}")
+    return mode
 
 
 def check_depth(depth: int) -> int:

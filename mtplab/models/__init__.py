@@ -11,7 +11,7 @@ from typing import Any
 from mtplab.errors import ModelError, RequestError
 
 DATA = Path(__file__).resolve().parent.parent / "data"
-BUNDLED = ("lab-mtp",)
+BUNDLED = ("lab-mtp", "lab-canvas")
 
 __all__ = ["BUNDLED", "bundled", "load_target"]
 

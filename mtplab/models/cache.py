@@ -18,6 +18,8 @@ rotating cache and refuses recurrent state; both go through here instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +99,19 @@ class Cache:
 
     def __init__(self, layers: list[Any], tape: Tape | None = None):
         self.layers, self.tape, self.length = layers, tape, 0
+        self.singly = False  # what `attempt` takes its rows as, unless told
         self._open: Attempt | None = None
 
-    def attempt(self, rows: int) -> Attempt:
-        """A transaction over the next `rows` rows; raises before anything changes if a layer cannot roll back."""
+    @property
+    def open(self) -> Attempt | None:
+        """The attempt under way."""
+        return self._open
+
+    def attempt(self, rows: int, *, singly: bool = False) -> Attempt:
+        """A transaction over the next `rows` rows; raises before anything changes if a layer cannot roll back.
+
+        `singly`: some layers will write their rows one at a time and say so with `Attempt.wrote`.
+        """
         if self._open is not None:
             raise RuntimeError("the cache already has an open attempt")
         if rows < 1:
@@ -112,7 +123,7 @@ class Cache:
                         f"layer {i} keeps its state in {type(leaf).__name__}, which cannot be rolled back; "
                         "use depth 0 with this model"
                     )
-        return Attempt(self, rows)
+        return Attempt(self, rows, singly=singly or self.singly)
 
     def arrays(self) -> list[mx.array]:
         """Every array of the state, for `mx.eval`."""
@@ -132,18 +143,25 @@ class Cache:
 class Attempt:
     """See `Cache.attempt`. Leaving the block without `keep` restores the state of its beginning."""
 
-    def __init__(self, cache: Cache, rows: int):
-        self.cache, self.rows, self.kept = cache, rows, False
+    def __init__(self, cache: Cache, rows: int, *, singly: bool = False):
+        self.cache, self.rows, self.kept, self.singly = cache, rows, False, singly
+        self.states: dict[int, list[Any]] = {}  # leaf -> its state after each row that it wrote alone
 
     def __enter__(self) -> Attempt:
         cache = self.cache
         cache._open = self
         self.length = cache.length
-        self.saved = [[_save(leaf, self.rows) for leaf in flatten(layer)] for layer in cache.layers]
+        single = self.singly or self.rows == 1
+        self.saved = [[_save(leaf, single) for leaf in flatten(layer)] for layer in cache.layers]
         self.replay = [any(kind(leaf) == "state" for leaf in flatten(layer)) for layer in cache.layers]
         if any(self.replay):
             cache.tape.start()
         return self
+
+    def wrote(self, layer: Any) -> None:
+        """This layer cache has just been given one row alone: a row that only its own state can bring back."""
+        for leaf in flatten(layer):
+            self.states.setdefault(id(leaf), []).append(_save(leaf, True))
 
     def keep(self, n: int) -> None:
         """Keep the first n of the rows just fed. 0 <= n <= rows."""
@@ -153,25 +171,35 @@ class Attempt:
         if not 0 <= n <= self.rows:
             raise ValueError(f"cannot keep {n} of {self.rows} rows")
         calls = self.cache.tape.calls if any(self.replay) else {}
-        missing = [i for i, r in enumerate(self.replay) if r and i not in calls]
+        alone = [all(id(leaf) in self.states for leaf in flatten(layer)) for layer in self.cache.layers]
+        missing = [i for i, r in enumerate(self.replay) if r and i not in calls and not alone[i]]
         if missing:
             raise ModelError(f"layer {missing[0]} did not report its input, so its state cannot be rolled back")
         if n == 0:
             self._restore()
         elif n < self.rows:
             for i, layer in enumerate(self.cache.layers):
-                if self.replay[i]:
+                if alone[i]:
+                    _restore(layer, [self._after(leaf, n) for leaf in flatten(layer)])
+                elif self.replay[i]:
                     _restore(layer, self.saved[i])
                     self.cache.tape.replay(i, n)
                 else:
                     for leaf in flatten(layer):
                         _drop_tail(leaf, self.rows - n)
         else:
-            for layer in self.cache.layers:
-                for leaf in flatten(layer):
+            for i, layer in enumerate(self.cache.layers):
+                for leaf in flatten(layer) if not alone[i] else ():
                     _drop_tail(leaf, 0)
         self.cache.length = self.length + n
         self.kept = True
+
+    def _after(self, leaf: Any, n: int) -> Any:
+        """A leaf's state after the first n rows, each written alone."""
+        states = self.states[id(leaf)]
+        if len(states) != self.rows:
+            raise ModelError(f"{type(leaf).__name__} wrote {len(states)} of {self.rows} rows alone")
+        return states[n - 1]
 
     def _restore(self) -> None:
         for layer, saved in zip(self.cache.layers, self.saved, strict=True):
@@ -186,13 +214,14 @@ class Attempt:
             self._restore()
 
 
-def _save(leaf: Any, rows: int) -> Any:
+def _save(leaf: Any, single: bool) -> Any:
+    """What `_restore` needs. `single`: rows will be written one at a time."""
     if kind(leaf) == "state":
         # Entries are replaced, never written into: the references are the state.
         return (list(leaf.cache), leaf.left_padding, leaf.lengths)
     if kind(leaf) == "window":
         # A block is concatenated (new arrays), but a single row is written in place: copy then.
-        copy = mx.array if rows == 1 and leaf.keys is not None else (lambda a: a)
+        copy = mx.array if single and leaf.keys is not None else (lambda a: a)
         return (copy(leaf.keys), copy(leaf.values), leaf.offset, leaf._idx)
     return (leaf.keys, leaf.values, leaf.offset)
 
@@ -222,6 +251,16 @@ def _drop_tail(leaf: Any, n: int) -> None:
         leaf.keys, leaf.values = (_window(a, leaf.keep, start, end) for a in (leaf.keys, leaf.values))
         leaf.offset -= n
         leaf._idx = end - start
+
+
+@contextmanager
+def restored(layer: Any) -> Iterator[None]:
+    """One layer cache as it was before the `with` block, whatever rows were written into it, alone or at once."""
+    saved = [_save(leaf, True) for leaf in flatten(layer)]
+    try:
+        yield
+    finally:
+        _restore(layer, saved)
 
 
 def _window(a: mx.array, keep: int, start: int, end: int) -> mx.array:

@@ -13,6 +13,8 @@ from typing import Any
 
 from mtplab.errors import ModelError
 from mtplab.models import headers, headspec
+from mtplab.models.canvas import describe
+from mtplab.models.canvas.names import is_canvas
 
 CONTEXTS = (4096, 32768, 131072)
 
@@ -39,9 +41,25 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
         "cache": describe_cache(config),
         "head": head,
     }
+    if is_canvas(config.get("model_type")):
+        return out | _canvas(folder, config, tensors, out)
     out["memory"] = memory_by_context(out, kv_bytes_per_token(config))
     out["arms"] = arms(out)
     return out
+
+
+def _canvas(folder: Path, config: dict[str, Any], tensors: dict[str, headers.TensorInfo], out: dict) -> dict[str, Any]:
+    """The lines of a canvas checkpoint, and those that are different there."""
+    how = "never needed: only finished canvases are written"
+    cache = {"layers": out["cache"]["layers"], "rollback": dict.fromkeys(out["cache"]["rollback"], how)}
+    used = out["bytes"]["total"] - out["bytes"].get("vision", 0)
+    counted = out | {"cache": cache, "bytes": {"total": used}}
+    return {
+        "cache": cache,
+        "canvas": describe.describe(folder, config, tensors),
+        "memory": memory_by_context(counted, describe.kv_bytes_per_token(config)),
+        "arms": describe.arms(config["model_type"]),
+    }
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mtplab.errors import ModelError, RequestError
+<<<<<<< HEAD
 from mtplab.models import headers, headfile, heads, headspec, mlxlm
+=======
+from mtplab.models import headers, heads, headspec, mlxlm
+from mtplab.models.canvas.names import is_canvas
+>>>>>>> main
 from mtplab.models.target import Target
 from mtplab.models.tokenizer import Tokenizer
 
@@ -35,6 +40,7 @@ class Loaded:
     folder: Path
     context: int  # positions the model was declared for
     facts: dict[str, Any] = field(default_factory=dict)
+    verifiers: dict[Any, Any] = field(default_factory=dict, repr=False)  # ways of verifying, opened once a model
 
 
 def resolve(name: str | Path) -> Path:
@@ -81,6 +87,8 @@ def load_target(
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json, so it is not a checkpoint folder")
     config, tensors = headers.read_json(folder / "config.json"), headers.read_headers(folder)
+    if is_canvas(config.get("model_type")):
+        raise ModelError(f"{folder} is a canvas model ({config['model_type']}); it decodes with `mtplab denoise`")
     if "model_file" in config and not trust_remote_code:
         raise ModelError(
             f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it"

@@ -1,8 +1,4 @@
-"""Watch one module's calls without touching its class or its place in the parameter tree.
-
-The instance gets a one-off subclass of its own class whose `__call__` reports to an observer; every other
-instance and every parameter path stays as it was, and `untap` puts the class back.
-"""
+"""Watch one module's calls without touching its class or its place in the parameter tree (see `backend.instances`)."""
 
 from __future__ import annotations
 
@@ -11,26 +7,26 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mtplab.backend.instances import overridden, override
+
 Observer = Callable[[tuple, dict, Any], None]
 
 
-def tap(module: nn.Module, observer: Observer) -> None:
-    """Call `observer(args, kwargs, output)` after every call of this instance."""
-    original = type(module)
+def tap(module: nn.Module, observer: Observer, method: str = "__call__") -> Callable[[], None]:
+    """Call `observer(args, kwargs, output)` after every call of this instance; returns what takes it away again."""
 
-    class Tapped(original):  # type: ignore[misc, valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            out = super().__call__(*args, **kwargs)
-            observer(args, kwargs, out)
-            return out
+    def watched(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = inner(*args, **kwargs)
+        observer(args, kwargs, out)
+        return out
 
-    Tapped.__name__ = Tapped.__qualname__ = original.__name__
-    Tapped._tapped = original  # type: ignore[attr-defined]
-    module.__class__ = Tapped
+    restore = override(module, watched, method)
+    watched.restore = restore  # type: ignore[attr-defined]
+    return restore
 
 
 def untap(module: nn.Module) -> None:
     """Undo the last `tap` of this instance."""
-    original = getattr(type(module), "_tapped", None)
-    if original is not None:
-        module.__class__ = original
+    taps = [call for call in overridden(module) if hasattr(call, "restore")]
+    if taps:
+        taps[-1].restore()

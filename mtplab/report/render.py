@@ -38,14 +38,21 @@ def sweep(results: Results, form: str, *, dialect: str | None = None) -> str:
         return dumps(results.document() | ({"dialect": extra} if dialect else {})) + "\n"
     if form in ("jsonl", "csv"):
         return plain(extra if dialect else results.rows, (), form, None)
-    parts = [tables.sweep(results, form), _paragraphs(conclusions(results), form)]
+    parts = [tables.sweep(results, form), paragraphs([*conclusions(results), *exactness(results)], form)]
     if extra:
         meant = {r["label"]: r["definition"] for r in extra}
-        parts += [plain(extra, DIALECT, form, None), _paragraphs([f"{k}: {v}" for k, v in meant.items()], form)]
+        parts += [plain(extra, DIALECT, form, None), paragraphs([f"{k}: {v}" for k, v in meant.items()], form)]
     return "\n".join(p for p in parts if p)
 
 
-def _paragraphs(texts: Sequence[str], form: str) -> str:
+def exactness(results: Results) -> list[str]:
+    """What the arms' logits are equal to by the way drafts were checked, where that was chosen."""
+    mode, equals = results.verify["mode"], results.verify["equals"]
+    return [] if mode == "batched" else [f"verify {mode}: logits equal to {equals}."]
+
+
+def paragraphs(texts: Sequence[str], form: str) -> str:
+    """Sentences below a table, folded for a terminal; a list in Markdown."""
     if form == "md":
         return "".join(f"- {t}\n" for t in texts)
     return "".join(textwrap.fill(t, WIDTH, subsequent_indent="  ") + "\n" for t in texts)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtplab.decode.settings import VERIFY
 from mtplab.records.summary import summarize
 from mtplab.records.types import Request
 from mtplab.trials.files import clean
@@ -35,8 +36,13 @@ class Results:
     def document(self) -> dict[str, Any]:
         """The JSON document of `mtplab sweep -o json`: no NaN in it, null where a value is not defined."""
         machine = self.store.manifest.get("machine")
-        out = {"schema": SCHEMA, "run": self.run, "machine": machine, "rows": self.rows, "failed": self.failed}
-        return clean(out)
+        out = {"schema": SCHEMA, "run": self.run, "machine": machine, "verify": self.verify}
+        return clean(out | {"rows": self.rows, "failed": self.failed})
+
+    @property
+    def verify(self) -> dict[str, str]:
+        """How drafts were checked, and what the logits are equal to by that."""
+        return {"mode": self.store.plan.verify, "equals": VERIFY[self.store.plan.verify]}
 
 
 def load_results(folder: Path | str) -> Results:

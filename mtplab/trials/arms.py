@@ -18,15 +18,18 @@ from typing import Any
 
 import mlx.core as mx
 
+from mtplab.backend import numerics
 from mtplab.backend.clock import Clock, MonotonicClock
 from mtplab.decode.baseline import baseline
 from mtplab.decode.drafters.mtp import MTPDrafter
 from mtplab.decode.drafters.simple import NgramDrafter
 from mtplab.decode.policy import AdaptiveDepth, DepthPolicy, FixedDepth
 from mtplab.decode.selection import Draws
-from mtplab.decode.settings import Settings, check_depth
+from mtplab.decode.settings import Settings, check_depth, check_verify
 from mtplab.decode.speculative import speculative
 from mtplab.decode.stopping import Stops
+from mtplab.decode.verify import Batched, Fixed, Rowwise, Serial
+from mtplab.diagnose import probe
 from mtplab.errors import RequestError
 from mtplab.models.loader import Loaded
 from mtplab.records.types import Prefill, Request, Verify
@@ -78,13 +81,17 @@ class Session:
         prime: bool = True,
         drafts: str = "sampled",
         costs_ns: dict[int, float] | None = None,
+        verify: str = "batched",
+        width: int | None = None,
     ):
+        """`verify`: see `decode.verify`; `width`: rows of every pass of `fixed`, the same for all arms compared."""
         if arm.needs_head and loaded.head is None:
             raise RequestError(f"arm {arm.name} needs an MTP head and {loaded.folder.name} was loaded without one")
         self.loaded, self.arm, self.clock = loaded, arm, clock or MonotonicClock()
         self.history, self.prime, self.drafts = history, prime, drafts
         adaptive = arm.name == "adaptive"
         self.policy = AdaptiveDepth(ADAPTIVE_DEPTH, costs_ns) if adaptive else FixedDepth(arm.depth or 0)
+        self.verifier = open_verifier(loaded, arm, verify, width)
         self.cache = None
         self.started_from: dict[str, Any] | None = None
 
@@ -100,7 +107,8 @@ class Session:
             "prime": self.prime if mtp else None,
             "drafts": self.drafts if mtp else None,
             "head": self.loaded.facts.get("head") if mtp else None,
-        }
+            "numerics": numerics.in_force(self.loaded.target) or None,
+        } | self.verifier.effective()
 
     def knows_costs_of(self, other: Session) -> None:
         """Go on with what another session of this arm on this machine learned of the cost of a pass, and with nothing
@@ -116,9 +124,9 @@ class Session:
                 f"the prompt has {len(prompt)} tokens and {settings.max_tokens} more are asked for, but the model's "
                 f"context is {self.loaded.context}; shorten the prompt or lower --max-tokens"
             )
-        tokenizer, target = self.loaded.tokenizer, self.loaded.target
+        tokenizer, target = self.loaded.tokenizer, self.verifier
         stops = Stops(settings, tokenizer.eos_ids, tokenizer.decode)
-        self.cache = target.new_cache()
+        self.cache = target.new_cache(len(prompt) + settings.max_tokens)
         common = {"settings": settings, "stops": stops, "clock": self.clock, "request": request}
         if self.arm.name == "baseline":
             return baseline(target, self.cache, prompt, **common)
@@ -152,7 +160,45 @@ class Session:
         return Request(id, corpus, prefill, tuple(passes), finish, effective)
 
 
-def calibrate(loaded: Loaded, max_depth: int = 3, repeats: int = 15, rows: int = 192) -> dict[str, Any]:
+def fixed_width(arms: Sequence[Arm]) -> int:
+    """Rows of every pass where these arms are to be compared under `--verify fixed`."""
+    return 1 + max([ADAPTIVE_DEPTH, *(arm.depth or 0 for arm in arms)])
+
+
+def open_verifier(loaded: Loaded, arm: Arm, mode: str, width: int | None = None) -> Batched:
+    """The way of verifying that this arm uses, opened once per model, width and numerics in force.
+
+    An arm without drafts never verifies a block: it decodes as it is, but for `fixed`, which changes every pass.
+    """
+    check_verify(mode)
+    rows = 1 + (ADAPTIVE_DEPTH if arm.name == "adaptive" else arm.depth or 0)
+    if mode == "fixed":
+        rows = max(fixed_width([arm]), width or 0)
+    key = (mode, rows, *numerics.in_force(loaded.target))
+    if key not in loaded.verifiers:
+        loaded.verifiers[key] = _open(loaded, mode, rows)
+    return loaded.verifiers[key]
+
+
+def _open(loaded: Loaded, mode: str, rows: int) -> Batched:
+    if mode == "rowwise" and rows == 1:
+        return Rowwise(loaded.target, (), "this arm verifies no block")
+    if mode == "rowwise":
+        return probe.rowwise(loaded.target, rows, context=loaded.context)
+    return (
+        {"batched": Batched, "serial": Serial}[mode](loaded.target) if mode != "fixed" else Fixed(loaded.target, rows)
+    )
+
+
+def calibrate(
+    loaded: Loaded,
+    max_depth: int = 3,
+    repeats: int = 15,
+    rows: int = 192,
+    *,
+    verify: str = "batched",
+    width: int | None = None,
+) -> dict[str, Any]:
     """What a pass costs here, measured on this model with a cache of about `rows` rows.
 
     Returns {"verify_ms": {M: ms}, "draft_ms": {k: ms}, "host_ms": ms, ...}, medians of `repeats` turns that everything
@@ -166,7 +212,10 @@ def calibrate(loaded: Loaded, max_depth: int = 3, repeats: int = 15, rows: int =
                   manner of the other widths; `pass_ms[k]` are the real passes, 0 the baseline's.)
     """
     rows = max(1, min(rows, loaded.context - min(CALIBRATION_ROOM, loaded.context // 2)))
-    bench, depths = _Bench(loaded, rows, max_depth), range(1, max_depth + 1 if loaded.head is not None else 1)
+    bench, depths = (
+        _Bench(loaded, rows, max_depth, verify, width),
+        range(1, max_depth + 1 if loaded.head is not None else 1),
+    )
     turns = [bench.turn(depths, max_depth) for _ in range(repeats + 2)][2:]
     verify, drafts, passes = (_medians_ms(turns, kind) for kind in ("verify", "draft", "pass"))
     fenced = {"verify_ms": verify[1], "draft_ms": drafts}
@@ -192,21 +241,23 @@ def costs_ns(costs: dict[str, Any], max_depth: int = ADAPTIVE_DEPTH) -> dict[int
 class _Bench:
     """One measurement at a time on a cache filled with `rows` rows of ordinary token ids."""
 
-    def __init__(self, loaded: Loaded, rows: int, max_depth: int):
-        self.target, self.clock = loaded.target, MonotonicClock()
-        self.cache, self.settings = self.target.new_cache(), Settings()
+    def __init__(self, loaded: Loaded, rows: int, max_depth: int, verify: str, width: int | None):
+        deepest = Arm(f"ngram{max_depth}", "ngram", max_depth)
+        self.target, self.clock = open_verifier(loaded, deepest, verify, width), MonotonicClock()
+        self.cache, self.settings = self.target.new_cache(max(rows, max_depth + 1)), Settings()
         prompt = [7 * i % min(97, self.target.vocab or 97) for i in range(max(rows, max_depth + 1))]
         ids = mx.array(prompt)
         out = self.target.forward(ids[:rows], self.cache)
         mx.eval(out.logits[-1:], out.hidden, self.cache.arrays())
         self.block, self.drafter = ids[: max_depth + 1], None
-        self.arms = {0: _Passes(loaded, "baseline", prompt[:rows])}
+        self.arms = {0: _Passes(loaded, "baseline", prompt[:rows], verify, width)}
         if loaded.head is not None:
             self.drafter = MTPDrafter(loaded.head, self.settings, Draws(0, 0))
             if rows > 1:
                 mx.eval(self.drafter.prime(ids[1:rows], out.hidden[:-1]))
             self.hidden = out.hidden[-1:]
-            self.arms |= {k: _Passes(loaded, f"depth{k}", prompt[:rows]) for k in range(1, max_depth + 1)}
+            depths = range(1, max_depth + 1)
+            self.arms |= {k: _Passes(loaded, f"depth{k}", prompt[:rows], verify, width) for k in depths}
 
     def turn(self, depths: Sequence[int], max_depth: int) -> dict[tuple[str, int], int]:
         """Everything once, in nanoseconds, by (what, size)."""
@@ -232,8 +283,8 @@ class _Bench:
 class _Passes:
     """The real passes of an arm, a few at a time, so that arms can take turns."""
 
-    def __init__(self, loaded: Loaded, name: str, prompt: list[int]):
-        self.session, self.prompt = Session(loaded, parse_arm(name)), prompt
+    def __init__(self, loaded: Loaded, name: str, prompt: list[int], verify: str, width: int | None):
+        self.session, self.prompt = Session(loaded, parse_arm(name), verify=verify, width=width), prompt
         self.settings = Settings(max_tokens=min(CALIBRATION_ROOM, loaded.context - len(prompt)), ignore_eos=True)
         self.records: Iterator[Prefill | Verify] = iter(())
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mtplab.decode.settings import check_verify
 from mtplab.errors import RequestError
 
 SCHEMA = 1
@@ -52,6 +53,7 @@ class Plan:
     recursion: str | None = None  # these three override the head family's row where public codes differ
     hidden: str | None = None
     head_norms: str | None = None
+    verify: str = "batched"  # how a block of drafts is checked: batched, rowwise, fixed or serial
     trust_remote_code: bool = False
     trial_timeout_s: float = 3600.0
     repeat_disturbed: bool = True
@@ -63,6 +65,8 @@ class Plan:
     def digest(self) -> str:
         """Hash of what is measured. The two last settings only say how patient the runner is."""
         data = {k: v for k, v in self.to_json().items() if k not in ("trial_timeout_s", "repeat_disturbed")}
+        if data["verify"] == "batched":
+            del data["verify"]  # what every run did before there was a choice
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
@@ -174,6 +178,7 @@ def _check(plan: Plan) -> None:
         for name in names:
             if names.count(name) > 1:
                 raise RequestError(f"{key} names {name!r} twice; name each once")
+    check_verify(plan.verify)
     for mode in plan.modes:
         if mode not in MODES:
             raise RequestError(f"mode {mode!r} is not one of {', '.join(MODES)}")

@@ -103,7 +103,8 @@ def measure(parsed: list[Any], plan: Plan, loaded: Any) -> dict[str, Any]:
 
     depths = [arm.depth or 0 for arm in parsed]
     rows = min(plan.prompt_tokens + plan.max_tokens // 2, loaded.context - 16)
-    return arms.calibrate(loaded, max_depth=max([arms.ADAPTIVE_DEPTH, *depths]), rows=max(1, rows))
+    deepest = max([arms.ADAPTIVE_DEPTH, *depths])
+    return arms.calibrate(loaded, deepest, rows=max(1, rows), verify=plan.verify, width=arms.fixed_width(parsed))
 
 
 def files_of(plan: Plan, loaded: Any) -> dict[str, int]:
@@ -134,7 +135,10 @@ def load(plan: Plan, names: Iterable[str]) -> Any:
 
 
 def arm_options(plan: Plan) -> dict[str, Any]:
-    return {"history": plan.history, "prime": plan.prime, "drafts": plan.drafts}
+    from mtplab.trials import arms
+
+    width = arms.fixed_width([arms.parse_arm(name) for name in plan.arms])
+    return {"history": plan.history, "prime": plan.prime, "drafts": plan.drafts, "verify": plan.verify, "width": width}
 
 
 def settings(plan: Plan, mode: str, round_number: int) -> Any:

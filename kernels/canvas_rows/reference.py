@@ -1,0 +1,44 @@
+"""What a denoising step asks of its logits, in plain numpy and float64: the definition that a faster form must match.
+
+With z = logits / temperature and p = softmax(z), for every row (position of the canvas):
+
+    choice     argmax of the raw logits in float32, lowest id on ties; -1 for a row with a NaN
+    top        the maximum of the raw logits
+    lse        log(sum(exp(z)))
+    entropy    -sum(p * log(p)), in nats; an id of probability 0 adds 0
+    proposal   argmax(z - log(noise)) with `noise` drawn from Exp(1): a sample from p (the Gumbel-max trick, and what
+               torch's `multinomial(p, 1)` computes as argmax(p / noise)); without noise the choice
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NOT_A_NUMBER = -1
+
+
+def canvas_rows(
+    logits: ArrayLike, temperature: float, noise: ArrayLike | None = None
+) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
+    """`logits` [C, V], `noise` [C, V] or None -> choice int, top, lse, entropy float64, proposal int; [C] each.
+
+    A row with a NaN has choice and proposal -1. A row with an infinity above, or of -inf alone, has no distribution:
+    its lse, entropy and proposal are NaN, NaN and -1.
+    """
+    raw = np.asarray(logits, dtype=np.float32)
+    z = raw.astype(np.float64) / temperature
+    top = raw.max(-1)
+    broken = np.isnan(top)
+    choice = np.where(broken, NOT_A_NUMBER, raw.argmax(-1))
+    lost = ~np.isfinite(top)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shifted = z - z.max(-1, keepdims=True)
+        weights = np.exp(shifted)
+        total = weights.sum(-1)
+        lse = np.where(lost, np.nan, z.max(-1) + np.log(total))
+        mean = np.where(weights > 0, weights * shifted, 0).sum(-1) / total
+        entropy = np.where(lost, np.nan, np.log(total) - mean)
+        scores = z if noise is None else z - np.log(np.asarray(noise, dtype=np.float64))
+    proposal = choice if noise is None else np.where(lost, NOT_A_NUMBER, scores.argmax(-1))
+    return choice, top.astype(np.float64), lse, entropy, np.where(lost, NOT_A_NUMBER, proposal)

@@ -1,0 +1,349 @@
+"""One arm beside the baseline: every row it computes and every state it leaves, compared as they are made.
+
+The arm's own loop runs, unchanged. Where its row would choose another token than the baseline did, the difference is
+noted and the baseline's token is put on top of that row: the loop then commits the baseline's text, so that the arm
+is re-joined at once and one run shows all the places where it would have left (teacher forcing). What the loop does
+with rows, drafts and caches stays its own; a token that is not the choice of its row is a fault of the loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from mtplab.decode.drafters.mtp import MTPDrafter
+from mtplab.diagnose import state
+from mtplab.diagnose.reference import Choice, Reference, Watched, choices, read_choices
+from mtplab.diagnose.shadow import Shadow
+from mtplab.diagnose.state import LeafDiff
+from mtplab.models.cache import Cache
+from mtplab.models.target import Output
+from mtplab.records.types import Prefill, Verify
+
+WRONG_ROW = 2.0**-5  # of itself: a head's cache row that is off by more is another row
+MEASURED = 4  # passes
+BESIDE = 4.0  # an arm may be so many times as far from its shadow as the shadow is from the baseline
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A row whose choice is not the baseline's token."""
+
+    position: int  # in the output
+    verify: int  # the pass, -1 for the prefill
+    depth: int  # rows of the block minus one
+    token: int  # the baseline's
+    other: int  # the arm's
+    gap: float  # baseline's logits: its token over the arm's
+    arm: Choice
+    baseline: Choice
+    row_diff: float  # largest |difference| of the row's logits
+    logit: float  # the row's largest logit, for its size in ulps
+    noise: float | None = None  # the shadow's distance from the baseline on the rows of this block
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that rounding cannot do. `layer` None: not a layer's."""
+
+    kind: str  # "selection", "fed", "prefill", "acceptance", "rows", "state", "head", "length", "logits", "block"
+    position: int
+    verify: int
+    layer: int | None
+    text: str
+    counted: bool = False  # shown by counts and ids: no rounding, not even an irreproducible model, explains it
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a lane found. Counts and extremes, no rows."""
+
+    compared: int = 0
+    end: str | None = None
+    leaves: list[Leave] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    rows_differ: int = 0
+    row_diffs: list[float] = field(default_factory=list)  # of the rows that differ
+    state_equal: int = 0  # verifies whose whole state was equal in every bit
+    state_rounded: int = 0
+    worst: LeafDiff | None = None  # largest relative difference of a state, and where it was
+    worst_at: tuple[int, int] = (0, 0)  # (position, verify)
+    first_rounded: tuple[int, int, int] | None = None  # (position, verify, layer)
+    accepted: Counter = field(default_factory=Counter)  # (proposed, accepted) -> passes
+    second_rejects: int = 0  # passes that rejected right after a pass that rejected
+    wrapped: bool = False  # a sliding window was full
+    passes: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # (drafts, tokens kept) of every pass
+    head_audited: int = 0
+    # with a shadow only
+    shadow_rows: int = 0  # rows compared with the shadow
+    shadow_row_diff: float = 0.0  # largest difference between arm and shadow
+    noise: float = 0.0  # largest difference between shadow and baseline
+    shadow_states: int = 0  # states compared with the shadow's
+    shadow_states_equal: int = 0
+    state_noise: float = 0.0  # largest relative distance of the shadow's state from the baseline's
+
+
+@dataclass(slots=True)
+class _Block:
+    position: int
+    tokens: list[int]
+    valid: int
+    logits: mx.array | None  # as computed, of the valid rows
+
+
+class Lane:
+    """See the module. `step` runs one pass; `parts.target` must be the plain target (it is watched here)."""
+
+    def __init__(self, name: str, reference: Reference, parts: Any, *, shadow: Shadow | None = None):
+        self.name, self.reference, self.parts, self.shadow = name, reference, parts, shadow
+        self.seen, self.verify, self.done = Seen(), -1, False
+        self.next = self.emitted = 0  # position of the next row to compute; tokens handed on
+        self.started, self.fed, self.rejected = False, 0, False
+        self.block: _Block | None = None  # the last block fed, the last one of several rows, and where the arm left
+        self.wide: _Block | None = None
+        self.left_at: _Block | None = None
+        self.parts.target = Watched(parts.target, self._see)
+        self.stream: Iterator[Prefill | Verify] = iter(())
+
+    # -- what the arm's loop runs through -------------------------------------------------------------------------
+
+    def _see(self, tokens: mx.array, cache: Cache, out: Output) -> Output:
+        count = tokens.shape[0]
+        if not self.started:
+            self.fed, self.first = self.fed + count, out.logits[-1]
+            return out
+        ids, at = tokens.tolist(), self.next
+        block = self.block = _Block(at, ids, 0, None)
+        self.wide = block if count > 1 else self.wide
+        if count == 1:
+            self.next += 1
+        self.reference.reach(at - 1)
+        if at > len(self.reference.tokens) or ids[0] != self.reference.tokens[at - 1]:
+            if at <= len(self.reference.tokens):
+                self._fault("fed", at, f"fed token {ids[0]} where the text has {self.reference.tokens[at - 1]}")
+            return out
+        valid = 0
+        while valid < count and self.reference.reach(at + valid):
+            valid += 1
+            if valid < count and ids[valid] != self.reference.tokens[at + valid - 1]:
+                break
+        block.valid = valid
+        if valid == 0:
+            return out
+        block.logits = out.logits[:valid]
+        wanted = mx.stack([self.reference.rows[at + j].logits for j in range(valid)])
+        noise = None if self.shadow is None else self._beside_rows(block, wanted)
+        return Output(self._compare(block, out.logits, wanted, noise), out.hidden)
+
+    def _beside_rows(self, block: _Block, wanted: mx.array) -> float:
+        """The same block in the shadow. Returns the block's noise: the shadow's largest distance from the baseline."""
+        rows = self.shadow.feed(block.tokens, block.valid)[: block.valid].astype(mx.float32)
+        noise = mx.abs(rows - wanted.astype(mx.float32)).max()
+        off = mx.abs(rows - block.logits.astype(mx.float32)).max()
+        mx.eval(noise, off)
+        seen = self.seen
+        seen.shadow_rows += block.valid
+        seen.noise = max(seen.noise, noise.item())
+        if off.item() > seen.shadow_row_diff:
+            seen.shadow_row_diff = off.item()
+        if off.item() > BESIDE * seen.noise:
+            text = f"its logits are {off.item():.3g} away from the same blocks without the loop"
+            self._fault("logits", block.position, text, counted=False)
+        return noise.item()
+
+    def _compare(self, block: _Block, logits: mx.array, wanted: mx.array, noise: float | None) -> mx.array:
+        """Rows against the baseline's; the rows to go on with, re-joined where they chose otherwise."""
+        at = block.position
+        self.seen.compared += block.valid
+        differ = (block.logits != wanted).any(axis=-1)
+        mx.eval(differ, logits)
+        if not any(differ.tolist()):
+            return logits
+        packed = choices(block.logits)
+        far = mx.abs(block.logits.astype(mx.float32) - wanted.astype(mx.float32)).max(axis=-1)
+        mx.eval(packed, far)
+        for j, (choice, diff, flag) in enumerate(zip(read_choices(packed), far.tolist(), differ.tolist(), strict=True)):
+            if not flag:
+                continue
+            self.seen.rows_differ += 1
+            self.seen.row_diffs.append(diff)
+            if choice.first != self.reference.tokens[at + j]:
+                self.left_at = self.left_at or block
+                self._left(at + j, len(block.tokens) - 1, choice, wanted[j], diff, noise)
+                logits = self._rejoin(logits, j, self.reference.tokens[at + j], choice.top)
+        return logits
+
+    def _left(
+        self, position: int, depth: int, arm: Choice, wanted: mx.array, diff: float, noise: float | None = None
+    ) -> None:
+        token, base = self.reference.tokens[position], self.reference.choices[position]
+        gap = (wanted[token].astype(mx.float32) - wanted[arm.first].astype(mx.float32)).item()
+        self.seen.leaves.append(
+            Leave(position, self.verify + 1, depth, token, arm.first, gap, arm, base, diff, base.top, noise)
+        )
+
+    @staticmethod
+    def _rejoin(logits: mx.array, row: int, token: int, top: float) -> mx.array:
+        here = (mx.arange(logits.shape[0])[:, None] == row) & (mx.arange(logits.shape[1])[None] == token)
+        return mx.where(here, mx.array(top + max(1.0, abs(top)), dtype=logits.dtype), logits)
+
+    def _fault(self, kind: str, position: int, text: str, *, layer: int | None = None, counted: bool = True) -> None:
+        """The first fault of each kind is kept."""
+        if not any(f.kind == kind for f in self.seen.faults):
+            self.seen.faults.append(Fault(kind, position, self.verify, layer, text, counted))
+
+    # -- what comes out of it --------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One record of the arm, then the audit of what it left behind."""
+        record = next(self.stream, None)
+        if record is None:
+            self._end("stop")
+        elif isinstance(record, Prefill):
+            self._prefilled(record)
+        else:
+            self._passed(record)
+
+    def _prefilled(self, record: Prefill) -> None:
+        self.started, self.next, self.emitted = True, 1, 1
+        rows = len(self.reference.prompt)
+        if self.fed != rows:
+            self._fault("prefill", 0, f"the prefill fed {self.fed} rows for a prompt of {rows} tokens")
+        self.reference.reach(0)
+        wanted, token = self.reference.rows[0].logits, self.reference.tokens[0]
+        self.seen.compared += 1
+        if not mx.array_equal(self.first, wanted).item():
+            diff = mx.abs(self.first.astype(mx.float32) - wanted.astype(mx.float32)).max().item()
+            self.seen.rows_differ += 1
+            self.seen.row_diffs.append(diff)
+            choice = read_choices(choices(self.first[None]))[0]
+            if choice.first != token:
+                self._left(0, 0, choice, wanted, diff)
+            self._fault("prefill", 0, f"the same prompt gave other logits, {diff:.3g} apart", counted=False)
+        self._audit(record.cut)
+        if record.token != token:
+            if not self.seen.leaves:
+                self._fault("selection", 0, f"token {record.token} is not its row's choice, {token}")
+            self._end("left")
+        elif record.cut:
+            self._ended(record.cut, 1)
+
+    def _passed(self, record: Verify) -> None:
+        self.verify, self.emitted = record.index, record.position + record.emitted
+        block, at, emitted = self.block, record.position, record.emitted_tokens
+        self.seen.passes.append((record.drafts, record.emitted))
+        if record.proposed:
+            self.next = at + record.emitted
+            self._count(record)
+        wanted = tuple(self.reference.tokens[at : at + len(emitted)])
+        if self.reference.reach(at + len(emitted) - 1):
+            wanted = tuple(self.reference.tokens[at : at + len(emitted)])
+        if emitted != wanted:
+            self._wrong_token(at, emitted, wanted)
+            return
+        if record.proposed and block.valid and block.valid > len(emitted) and not record.cut:
+            text = f"accepted {record.accepted} drafts where {block.valid - 1} are the text"
+            self._fault("acceptance", at, text)
+        self._audit(record.cut)
+        if record.cut:
+            self._ended(record.cut, at + len(emitted))
+
+    def _count(self, record: Verify) -> None:
+        rejected = record.accepted < record.proposed
+        self.seen.accepted[record.proposed, record.accepted] += 1
+        self.seen.second_rejects += rejected and self.rejected
+        self.rejected = rejected
+
+    def _wrong_token(self, at: int, emitted: Sequence[int], wanted: Sequence[int]) -> None:
+        if len(wanted) < len(emitted) and emitted[: len(wanted)] == wanted:
+            self._end("long")
+            return
+        i = next(i for i, (a, b) in enumerate(zip(emitted, wanted, strict=False)) if a != b)
+        if not any(f.kind == "fed" for f in self.seen.faults):
+            text = f"committed {emitted[i]}, which is not the choice of its row ({wanted[i]})"
+            self._fault("selection", at + i, text)
+        self._end("left")
+
+    def _ended(self, cut: str, count: int) -> None:
+        """The arm's text is over after `count` tokens, all equal to the baseline's."""
+        self._end("short" if self.reference.reach(count) else cut)
+
+    def _end(self, why: str) -> None:
+        self.seen.end, self.done = why, True
+        self.stream.close() if hasattr(self.stream, "close") else None
+
+    # -- the state it left -----------------------------------------------------------------------------------------
+
+    def _audit(self, cut: str | None) -> None:
+        length, cache = len(self.reference.prompt) + self.next - 1, self.parts.cache
+        got, at = state.leaves(cache), (self.next - 1, self.verify)
+        self.seen.wrapped |= any(getattr(x, "max_size", length) < length for _, x in got)
+        if cache.length != length:
+            text = f"the cache counts {cache.length} rows where {length} tokens belong in it"
+            self._fault("rows", at[0], text)
+        want = self.reference.state_at(length)
+        if want is None:
+            return
+        # How far rounding goes is measured every few passes: it takes longer than finding that bits differ.
+        found = state.compare(got, want, length, measure=self.seen.state_rounded % MEASURED == 0)
+        self._note(found, at)
+        self._audit_head(cut)
+        if self.shadow is not None:
+            self._beside_state(got, want, length, at)
+
+    def _beside_state(self, got: list, want: list, length: int, at: tuple[int, int]) -> None:
+        """The arm's state against the shadow's; what is off by more than rounding has been wrong since this pass."""
+        shadow = state.leaves(self.shadow.cache)
+        noise = {(d.layer, d.part): d.relative for d in state.compare(shadow, want, length)}
+        found = state.compare(got, shadow, length)
+        self.seen.shadow_states += 1
+        self.seen.shadow_states_equal += not found
+        self.seen.state_noise = max([self.seen.state_noise, *noise.values()])
+        for d in found:
+            if d.part == "length" or d.relative > BESIDE * noise.get((d.layer, d.part), 0.0):
+                text = f"{d.part} are off by {d.relative:.2g} of themselves from the same blocks without the loop"
+                self._fault("state", at[0], text, layer=d.layer, counted=d.part == "length")
+
+    def _note(self, found: Sequence[LeafDiff], at: tuple[int, int]) -> None:
+        if not found:
+            self.seen.state_equal += 1
+            return
+        self.seen.state_rounded += 1
+        if (bad := next((d for d in found if d.part == "length" or d.rows), None)) is not None:
+            count, off = abs(bad.rows), len({d.layer for d in found if d.part == "length"})
+            text = f"holds {count} row{'s' if count != 1 else ''} too {'many' if bad.rows > 0 else 'few'}"
+            text += f" (as do {off - 1} more layers)" if off > 1 else ""
+            self._fault("state", at[0], text, layer=bad.layer)
+        if self.seen.first_rounded is None:
+            self.seen.first_rounded = (*at, found[0].layer)
+        worst = max(found, key=lambda d: d.relative)
+        if self.seen.worst is None or worst.relative > self.seen.worst.relative:
+            self.seen.worst, self.seen.worst_at = worst, at
+
+    def _audit_head(self, cut: str | None) -> None:
+        drafter = self.parts.drafter
+        if not isinstance(drafter, MTPDrafter) or drafter.history != "verified" or not drafter.primed:
+            return
+        if self.reference.head_cache is None or cut:
+            return
+        rows = len(self.reference.prompt) + self.emitted - 1
+        waiting = sum(t.shape[0] for t, _ in drafter.pending)
+        inside = drafter.cache[0].offset
+        self.seen.head_audited += 1
+        if inside + waiting != rows:
+            text = f"the head's cache holds {inside} rows and {waiting} wait where {rows} belong in it"
+            self._fault("head", self.next - 1, text)
+            return
+        if not inside:
+            return
+        want = state.head_state(self.reference.head_cache, inside)
+        found = state.compare(list(enumerate(drafter.cache)), want, inside)
+        trunk = self.seen.worst.relative if self.seen.worst is not None else 0.0
+        for d in found:
+            if d.part == "length" or d.relative > max(WRONG_ROW, 8 * trunk):
+                text = f"the head's cache, layer {d.layer}, {d.part}: a row is off by {d.relative:.2g} of itself"
+                self._fault("head", self.next - 1, text, counted=False)

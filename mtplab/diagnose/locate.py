@@ -1,0 +1,203 @@
+"""Where a block first computes other bits than the same tokens one by one.
+
+From one identical state the block runs once as it is and once token by token; every module's output is compared
+bitwise, row by row, in the order in which the modules finish. Only the outputs of the one block are held, never those
+of a whole text. The first module that differs is where the difference is made; what follows carries it on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mtplab.diagnose import watch
+from mtplab.errors import RequestError
+from mtplab.models.cache import Cache
+from mtplab.models.target import Target
+
+PREFILL_STEP = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDiff:
+    """One module's output over the block: at once against one by one."""
+
+    path: str
+    kind: str
+    equal: bool
+    ulp_max: int
+    abs_max: float
+    rows: tuple[int, ...] = ()  # the rows of the block that differ
+    differ: int = 0
+    elements: int = 0
+    made: bool = False  # differs although its input had the same bits
+    relative: float = 0.0  # |difference| / |output| of the row that is furthest off
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """`modules` in the order in which they finish. `first_module` is None where every module gave the same bits.
+
+    A module that differs because its input does is not the first: then the difference was made by what the module
+    around it computes itself (the attention between its projections, a residual), and that one is named.
+    """
+
+    first_module: str | None
+    modules: tuple[ModuleDiff, ...]
+    width: int
+    prefix: int
+    logits: ModuleDiff | None = None
+
+    def by_layer(self) -> list[dict[str, Any]]:
+        """The growth of the difference: ulp and absolute maximum of what each decoder layer hands on."""
+        return [
+            {"layer": m.path, "ulp_max": m.ulp_max, "abs_max": m.abs_max}
+            for m in self.modules
+            if m.kind == "block" and m.path.rsplit(".", 1)[-1].isdecimal()
+        ]
+
+    def by_kind(self) -> dict[str, dict[str, Any]]:
+        """kind -> modules, how many differ, the first that does, the largest ulp."""
+        out: dict[str, dict[str, Any]] = {}
+        for kind in watch.KINDS:
+            found = [m for m in self.modules if m.kind == kind]
+            if found:
+                bad = [m for m in found if not m.equal]
+                first = bad[0].path if bad else None
+                ulp = max(m.ulp_max for m in found)
+                out[kind] = {"modules": len(found), "differ": len(bad), "first": first, "ulp_max": ulp}
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "first_module": self.first_module,
+            "width": self.width,
+            "prefix": self.prefix,
+            "by_layer": self.by_layer(),
+            "by_kind": self.by_kind(),
+            "logits": None if self.logits is None else asdict(self.logits),
+            "modules": [asdict(m) for m in self.modules],
+        }
+
+
+def locate(
+    target: Target,
+    prefix_tokens: Sequence[int],
+    block: Sequence[int],
+    *,
+    prompt: int | None = None,
+    cache: Cache | None = None,
+) -> Location:
+    """Run `block` after the prefix, at once and one by one from the same state, and compare every module.
+
+    `prompt`: how many of the prefix are the prompt, fed in one piece as every decoder does it (default all); the rest
+    goes in one at a time, so the state is one that decoding wrote. `cache`: a state to start from instead; it is
+    left as it was, but for rows beyond its length. Raises RequestError for a block without two tokens.
+    """
+    if len(block) < 2:
+        raise RequestError(f"a block of {len(block)} token(s) has no width to compare; give at least two tokens")
+    cache = filled(target, prefix_tokens, prompt) if cache is None else cache
+    before, tokens = cache.length, mx.array(list(block))
+    names = watch.kinds(target.model, cache.layers)
+    whole = _Whole()
+    with watch.watching(target.model, whole.add, names), cache.attempt(len(block)):
+        mx.eval(target.forward(tokens, cache).logits, whole.outputs())
+    rows = _Rows(whole, len(block))
+    with cache.attempt(len(block), singly=True):
+        for r in range(len(block)):
+            rows.start(r)
+            with watch.watching(target.model, rows.add, names):
+                mx.eval(target.forward(tokens[r : r + 1], cache).logits, cache.arrays())
+    modules = rows.result()
+    first = next((m for m in modules if not m.equal), None)
+    name = None if first is None else first.path if first.made else around(first.path, names)
+    return Location(name, tuple(modules), len(block), before, modules[-1] if modules else None)
+
+
+def around(path: str, names: Collection[str]) -> str:
+    """The innermost named module that holds this one; the module itself where there is none."""
+    parts = path.split(".")
+    outer = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+    return next((p for p in outer if p in names), path)
+
+
+def filled(target: Target, tokens: Sequence[int], prompt: int | None = None) -> Cache:
+    """A fresh cache with the tokens in it: the prompt in chunks with its last token alone, the rest one by one."""
+    cache, ids = target.new_cache(), mx.array(list(tokens), dtype=mx.int32)
+    prompt = len(tokens) if prompt is None else prompt
+    bounds = [*range(0, max(0, prompt - 1), PREFILL_STEP), *range(max(0, prompt - 1), len(tokens) + 1)]
+    for begin, end in itertools.pairwise(bounds):
+        target.forward(ids[begin:end], cache)
+        mx.eval(cache.arrays())
+    return cache
+
+
+class _Whole:
+    """The outputs of the block as one piece, by module and call, in order."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, str, int], watch.Seen] = {}
+
+    def add(self, seen: watch.Seen) -> None:
+        self.seen[seen.path, seen.kind, seen.call] = seen
+
+    def outputs(self) -> list[mx.array]:
+        return [a for s in self.seen.values() for a in (s.output, s.input) if a is not None]
+
+
+class _Rows:
+    """Compares the outputs of single rows with the block's, as they come."""
+
+    def __init__(self, whole: _Whole, width: int):
+        self.whole, self.width, self.row = whole, width, 0
+        self.found: dict[tuple[str, str], list[tuple[int, watch.Difference, bool]]] = {}
+
+    def start(self, row: int) -> None:
+        self.row = row
+
+    def add(self, seen: watch.Seen) -> None:
+        block = self.whole.seen.get((seen.path, seen.kind, seen.call))
+        found = None if block is None else self._compare(block.output, seen.output)
+        if found is None:
+            return  # only one of the two ways uses this module, or it does not work by rows
+        # The input matters only where the output differs.
+        given = None if found.equal or seen.input is None else self._compare(block.input, seen.input)
+        made = not found.equal and (given is None or given.equal)
+        self.found.setdefault((seen.path, seen.kind), []).append((self.row, found, made))
+
+    def _compare(self, block: mx.array | None, one: mx.array) -> watch.Difference | None:
+        axis = None if block is None else row_axis(block.shape, one.shape, self.width)
+        return None if axis is None else watch.difference(mx.take(block, mx.array([self.row]), axis=axis), one)
+
+    def result(self) -> list[ModuleDiff]:
+        keys = dict.fromkeys(k[:2] for k in self.whole.seen)
+        return [_merge(path, kind, self.found[path, kind]) for path, kind in keys if (path, kind) in self.found]
+
+
+def row_axis(block: Sequence[int], one: Sequence[int], width: int) -> int | None:
+    """The axis along which a block of `width` rows was cut; None where the shapes do not tell."""
+    if len(block) != len(one):
+        return None
+    differ = [i for i, (a, b) in enumerate(zip(block, one, strict=True)) if a != b]
+    return differ[0] if len(differ) == 1 and block[differ[0]] == width and one[differ[0]] == 1 else None
+
+
+def _merge(path: str, kind: str, rows: Sequence[tuple[int, watch.Difference, bool]]) -> ModuleDiff:
+    found = [d for _, d, _ in rows]
+    bad = [(row, made) for row, d, made in rows if not d.equal]
+    return ModuleDiff(
+        path,
+        kind,
+        not bad,
+        max(d.ulp_max for d in found),
+        max(d.abs_max for d in found),
+        tuple(dict.fromkeys(row for row, _ in bad)),
+        sum(d.differ for d in found),
+        sum(d.elements for d in found),
+        bool(bad) and bad[0][1],
+        max(d.relative for d in found),
+    )

@@ -1,0 +1,168 @@
+"""The caches of two runs of the same tokens, layer by layer: equal in every bit, rounded differently, or wrong.
+
+What counts as wrong is not decided here. `compare` measures: rows held, differing elements, and `relative`, the
+largest |difference| / |row| over the rows of a KV cache (over a whole state array). Rounding moves a row by a small
+part of itself; a row of another token or position is another row, and moves by about its own size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mtplab.models.cache import Cache, flatten, kind
+from mtplab.models.target import Target
+
+TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class LeafDiff:
+    """One array of one layer against the same array of the other run."""
+
+    layer: int
+    part: str  # "keys", "values", "state 0", ...; "length" where the numbers of rows differ
+    rows: int  # rows held beyond the other's; 0 but for "length"
+    differing: int  # elements
+    abs_max: float
+    relative: float
+
+    @property
+    def equal(self) -> bool:
+        return self.rows == 0 and self.differing == 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def clone(leaf: Any) -> Any:
+    """A leaf cache that a later row does not change. Arrays are shared until one side is written to."""
+    twin = copy.copy(leaf)
+    if kind(leaf) == "state":
+        twin.cache = list(leaf.cache)
+        return twin
+    # mlx writes a row in place into the same array object: take a new one.
+    twin.keys, twin.values = (_fresh(a) for a in (leaf.keys, leaf.values))
+    return twin
+
+
+def _fresh(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_fresh(v) for v in value)
+    return None if value is None else mx.array(value)
+
+
+def leaves(cache: Cache) -> list[tuple[int, Any]]:
+    """(layer, leaf cache) in order."""
+    return [(i, leaf) for i, layer in enumerate(cache.layers) for leaf in flatten(layer)]
+
+
+def snapshot(cache: Cache) -> list[tuple[int, Any]]:
+    """The state of now. Plain KV is not copied: rows that are there stay as they are in a run without roll-back."""
+    return [(i, leaf if kind(leaf) == "plain" else clone(leaf)) for i, leaf in leaves(cache)]
+
+
+def copied(target: Target, state: Sequence[tuple[int, Any]], length: int) -> Cache:
+    """A cache of its own that starts from a snapshot of `length` rows."""
+    cache = target.new_cache()
+    twins = iter([clone(leaf) for _, leaf in state])
+    cache.layers = [_refilled(layer, twins) for layer in cache.layers]
+    for _, leaf in leaves(cache):
+        if kind(leaf) == "plain":
+            leaf.offset = length  # rows beyond it are free space
+    cache.length = length
+    return cache
+
+
+def _refilled(layer: Any, twins: Any) -> Any:
+    if len(flatten(layer)) == 1 and flatten(layer)[0] is layer:
+        return next(twins)
+    layer.caches = type(layer.caches)(_refilled(sub, twins) for sub in layer.caches)
+    return layer
+
+
+def contents(leaf: Any, length: int) -> dict[str, mx.array]:
+    """The valid arrays of a leaf that holds `length` rows: KV [1, H, rows, D] in temporal order, or state arrays."""
+    if kind(leaf) == "state":
+        return {f"state {i}": a for i, a in enumerate(leaf.cache) if a is not None}
+    if leaf.keys is None:
+        return {}
+    if kind(leaf) == "window":
+        held = min(length, leaf.max_size)
+        return {n: leaf._temporal_order(getattr(leaf, n))[..., -held:, :] for n in ("keys", "values")}
+    return {n: _plain(leaf, getattr(leaf, n))[..., :length, :] for n in ("keys", "values")}
+
+
+def _plain(leaf: Any, value: Any) -> mx.array:
+    if isinstance(value, (tuple, list)):
+        return mx.dequantize(*value, group_size=leaf.group_size, bits=leaf.bits)
+    return value
+
+
+def held(leaf: Any, length: int) -> int:
+    """Rows the leaf says it holds; recurrent state does not count them."""
+    return length if kind(leaf) == "state" else leaf.offset
+
+
+def compare(
+    got: Sequence[tuple[int, Any]], want: Sequence[tuple[int, Any]], length: int, *, measure: bool = True
+) -> list[LeafDiff]:
+    """Every difference between two states that should hold the same `length` rows; [] if all bits are equal.
+
+    `want` may hold more rows in its plain KV (it is ahead); what it held after `length` rows is still in it. Without
+    `measure` arrays that differ are listed with one element and no size.
+    """
+    pairs, found = [], []
+    for (layer, a), (_, b) in zip(got, want, strict=True):
+        if held(a, length) != length:
+            found.append(LeafDiff(layer, "length", held(a, length) - length, 0, 0.0, 1.0))
+            continue
+        x, y = contents(a, length), contents(b, length)
+        pairs += [(layer, part, x[part], y[part]) if part in x else (layer, part, None, y[part]) for part in y]
+    missing = [(layer, part) for layer, part, x, y in pairs if x is None or x.shape != y.shape]
+    found += [LeafDiff(layer, part, 0, 1, 0.0, 1.0) for layer, part in missing]
+    pairs = [p for p in pairs if (p[0], p[1]) not in missing]
+    same = [mx.array_equal(x, y) for _, _, x, y in pairs]
+    mx.eval(same)
+    differ = [p for p, s in zip(pairs, same, strict=True) if not s.item()]
+    found += _measured(differ) if measure else [LeafDiff(layer, part, 0, 1, 0.0, 0.0) for layer, part, *_ in differ]
+    return sorted(found, key=lambda d: d.layer)
+
+
+def _measured(pairs: Sequence[tuple[int, str, mx.array, mx.array]]) -> list[LeafDiff]:
+    numbers = [_numbers(x, y, rows=part in ("keys", "values")) for _, part, x, y in pairs]
+    mx.eval(numbers)
+    out = []
+    for (layer, part, _, _), (count, largest, relative) in zip(pairs, numbers, strict=True):
+        out.append(LeafDiff(layer, part, 0, int(count.item()), float(largest.item()), float(relative.item())))
+    return out
+
+
+def _numbers(x: mx.array, y: mx.array, *, rows: bool) -> tuple[mx.array, mx.array, mx.array]:
+    """(differing elements, max |x - y|, largest relative difference of a row, or of the array)."""
+    a, b = x.astype(mx.float32), y.astype(mx.float32)
+    d = a - b
+    axes = tuple(i for i in range(d.ndim) if not rows or i != d.ndim - 2)
+    part = mx.sqrt((d * d).sum(axis=axes) / ((b * b).sum(axis=axes) + TINY))
+    return (a != b).sum(), mx.abs(d).max(), part.max()
+
+
+def head_state(caches: Sequence[Any], rows: int) -> list[tuple[int, Any]]:
+    """An MTP head's caches (one per head layer) as a state that holds `rows` rows."""
+    out = []
+    for i, leaf in enumerate(caches):
+        twin = copy.copy(leaf)
+        twin.offset = rows
+        out.append((i, twin))
+    return out
+
+
+def layer_paths(target: Target) -> list[str]:
+    """The path of every layer in the checkpoint ("model.layers.3"), by its number."""
+    names = {id(m): n for n, m in target.model.named_modules() if isinstance(m, nn.Module)}
+    return [names.get(id(layer), f"layers.{i}") for i, layer in enumerate(target.model.layers)]

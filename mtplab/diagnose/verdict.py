@@ -1,0 +1,144 @@
+"""The verdict on one arm: equal, numeric, logic, length or unknown. A pure function of the evidence.
+
+Numeric needs all of it: the baseline repeats itself; the arm does what the same blocks do without its loop; the state
+is clean; no module moves by more than rounding can; and the gap is at most twice the noise, which was measured on the
+same rows at the same widths. A small gap alone proves nothing: a fault may well strike at a near-tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtplab.diagnose.lane import Fault, Leave, Seen
+
+VERDICTS = ("logic", "unknown", "numeric", "length", "equal")  # the gravest first
+SUSPECT = 2.0**-5  # of a state's row, or of a module's output: what rounding alone is not expected to move
+JUMP = 8.0  # a module at fault is so many times further off than everything before it
+# The core of an attention or a recurrent mixer in float32 sums a few hundred rows: what is exact before it cannot come
+# out further off than this, not even with 10-bit products.
+CORE_SUSPECT, CORE_JUMP = 2.0**-8, 256.0
+WINDOW = 2.0  # gap <= WINDOW x noise
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A module whose output for a block differs from that for the same rows one by one, from one identical state."""
+
+    path: str
+    kind: str
+    relative: float
+    ulps: int = 0
+    made: bool = True  # its own input had the same bits
+    wide: bool = True  # computed in float32
+
+    @property
+    def culprit(self) -> str:
+        """The module itself, or the one around it where the difference comes from between its parts (an attention)."""
+        return self.path if self.made or "." not in self.path else self.path.rsplit(".", 1)[0]
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What a second, closer run of one arm on one prompt showed, up to where the arm left or its state differed."""
+
+    prompt: str
+    leave: Leave | None
+    seen: Seen
+    replay_noise: dict[int, float] = field(default_factory=dict)  # width -> noise from the one-token state
+    modules: list[Moved] = field(default_factory=list)
+    located: bool = False
+    by_layer: list[dict[str, Any]] = field(default_factory=list)  # growth of the difference
+    by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
+    first_module: str | None = None
+
+    @property
+    def noise(self) -> float | None:
+        """Largest |difference of logits| between the same rows in blocks and one by one: from the one-token state, and
+        along the chain of blocks up to here."""
+        values = [*self.replay_noise.values()]
+        if self.leave is not None and self.leave.noise is not None:
+            values.append(self.leave.noise)
+        elif self.seen.shadow_rows:
+            values.append(self.seen.noise)
+        return max(values, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`reason` is one sentence; `fault` names what is wrong where the verdict is logic."""
+
+    verdict: str
+    reason: str
+    layer: int | None = None
+    module: str | None = None
+    verify: int | None = None
+    position: int | None = None
+    kind: str | None = None
+
+
+def gravest(verdicts: Sequence[str]) -> str:
+    return min(verdicts, key=VERDICTS.index, default="equal")
+
+
+def module_at_fault(modules: Sequence[Moved]) -> Moved | None:
+    """The first module that is off by more than rounding, and suddenly so: see SUSPECT and JUMP."""
+    before = 0.0
+    for m in modules:
+        if m.relative > SUSPECT and m.relative > JUMP * before:
+            return m
+        core = m.wide and (not m.made or m.kind in ("attention", "recurrent mixer"))
+        if core and m.relative > CORE_SUSPECT and m.relative > CORE_JUMP * before:
+            return m
+        before = max(before, m.relative)
+    return None
+
+
+def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: Sequence[str] = ()) -> Verdict:
+    """One arm on one prompt. `paths`: the layers' names."""
+    faults = seen.faults + ([] if evidence is None else evidence.seen.faults)
+    counted = [f for f in faults if f.counted]
+    if counted or (faults and reproducible):
+        return _logic(_first(faults if reproducible else counted), paths)
+    if not reproducible and (seen.leaves or seen.rows_differ):
+        return Verdict("unknown", "the baseline does not repeat itself, so no difference from it can be explained")
+    if evidence is not None and (bad := module_at_fault(evidence.modules)) is not None:
+        why = f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from the same rows"
+        reason = f"{why} one by one, from one identical state: no rounding is that large"
+        position = evidence.leave.position if evidence.leave else None
+        return Verdict("logic", reason, module=bad.culprit, position=position, kind="block")
+    if seen.leaves:
+        return _leaves(seen, evidence)
+    if seen.end in ("short", "long"):
+        return Verdict("length", f"equal through {seen.compared} tokens, then the arm's text is too {seen.end}")
+    return Verdict("equal", f"equal through {seen.compared} tokens")
+
+
+def _first(faults: Sequence[Fault]) -> Fault:
+    # What is wrong in a layer's state is nearer to the cause than what the loop then does with it.
+    order = ("state", "head", "rows", "prefill", "fed", "selection", "acceptance", "logits")
+    earliest = min(f.verify for f in faults)
+    return min((f for f in faults if f.verify <= earliest + 1), key=lambda f: order.index(f.kind))
+
+
+def _logic(fault: Fault, paths: Sequence[str]) -> Verdict:
+    name = None
+    if fault.layer is not None and fault.kind == "state":
+        name = paths[fault.layer] if fault.layer < len(paths) else f"layers.{fault.layer}"
+    when = "after the prefill" if fault.verify < 0 else f"at verify {fault.verify}"
+    where = f"{name}: " if name else ""
+    reason, layer = f"{where}{fault.text}, first {when}", fault.layer if name else None
+    return Verdict("logic", reason, layer, None, fault.verify, fault.position, fault.kind)
+
+
+def _leaves(seen: Seen, evidence: Evidence | None) -> Verdict:
+    leave = seen.leaves[0]
+    if evidence is None or evidence.leave is None or evidence.noise is None:
+        return Verdict("unknown", "the noise was not measured for this divergence", position=leave.position)
+    noise, gap = evidence.noise, evidence.leave.gap
+    if gap <= WINDOW * noise:
+        reason = f"gap {gap:.3g} <= 2 x noise {noise:.3g} on the same rows, and the state is that of the same blocks"
+        return Verdict("numeric", reason, position=leave.position, module=evidence.first_module)
+    reason = f"the gap {gap:.3g} is more than twice the noise {noise:.3g}, but nothing wrong was found in the state"
+    return Verdict("unknown", reason, position=leave.position)

@@ -1,0 +1,167 @@
+"""Every module's output while a model runs, and how two outputs differ in bits.
+
+Modules are named by their path in the checkpoint; a tied embedding used as the unembedding is its own entry
+(`model.embed_tokens` with kind "unembedding"). Instances are wrapped and unwrapped, also after an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mtplab.models.cache import flatten, kind
+from mtplab.models.tap import tap
+
+KINDS = (
+    "embedding", "linear", "quantized linear", "attention", "recurrent mixer", "norm", "router", "experts",
+    "unembedding", "block", "other",
+)  # fmt: skip
+UINT = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How two arrays of one dtype differ. `ulp_max` counts representable values in between (0 where bits are equal)."""
+
+    equal: bool
+    elements: int
+    differ: int
+    ulp_max: int
+    abs_max: float
+    relative: float = 0.0  # |a - b| / |b|, as whole arrays
+
+
+def difference(a: mx.array, b: mx.array) -> Difference:
+    """Bitwise comparison of two arrays of one shape and dtype. A NaN equals a NaN of the same bits."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"{a.dtype} {a.shape} cannot be compared with {b.dtype} {b.shape}")
+    if a.size == 0:
+        return Difference(True, 0, 0, 0, 0.0)
+    if not mx.issubdtype(a.dtype, mx.floating):
+        differ = mx.sum(a != b).item()
+        return Difference(differ == 0, a.size, differ, 0, float(differ > 0), float(differ > 0))
+    differ = mx.sum(bits(a) != bits(b))
+    steps = mx.max(mx.abs(ordered(a) - ordered(b)))
+    apart, size = a.astype(mx.float32) - b.astype(mx.float32), b.astype(mx.float32)
+    gap, share = mx.max(mx.abs(apart)), mx.sqrt((apart * apart).sum() / ((size * size).sum() + 1e-30))
+    mx.eval(differ, steps, gap, share)
+    return Difference(differ.item() == 0, a.size, differ.item(), steps.item(), gap.item(), share.item())
+
+
+def bits(a: mx.array) -> mx.array:
+    return mx.contiguous(a).view(UINT[a.itemsize])
+
+
+def ordered(a: mx.array) -> mx.array:
+    """Integers in the order of the values, one apart where the values are neighbours; -0 and +0 are both 0."""
+    raw = bits(a).astype(mx.int64)
+    sign = 1 << (8 * a.itemsize - 1)
+    return mx.where(raw >= sign, sign - raw, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One call of one module: the first array it returned, as it left the module."""
+
+    path: str
+    call: int  # of this module in this pass, from 0
+    kind: str
+    output: mx.array
+    input: mx.array | None = None  # the first array it was given
+
+
+def kinds(model: nn.Module, cache_layers: list[Any] | None = None) -> dict[str, str]:
+    """path -> one of KINDS, for every module with a name of its own. The attention and the mixer of a layer are found
+    by their name (`attn`, `attention`, `mixer`) and the children inside; which of the two, by the cache's kind."""
+    out = {}
+    named = [(p, m) for p, m in model.named_modules() if p]
+    for path, module in named:
+        out[path] = _kind(path, module)
+    if cache_layers is not None:
+        for path, layer in zip(layer_paths(model), cache_layers, strict=True):
+            if any(kind(leaf) == "state" for leaf in flatten(layer)):
+                out |= {p: "recurrent mixer" for p, k in out.items() if k == "attention" and p.startswith(path + ".")}
+    return out
+
+
+def layer_paths(model: nn.Module) -> list[str]:
+    """The path of every decoder layer, in order."""
+    paths = {id(m): p for p, m in model.named_modules()}
+    return [paths[id(layer)] for layer in model.layers]
+
+
+ROUTERS = ("gate", "router")
+
+
+def _kind(path: str, module: nn.Module) -> str:
+    last, name = path.rsplit(".", 1)[-1], type(module).__name__
+    leaf = not module.children() or not _has_modules(module)
+    if last == "lm_head":
+        return "unembedding"
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+        return "embedding"
+    if last in ROUTERS and leaf:
+        return "router"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.QuantizedLinear):
+        return "quantized linear"
+    if "norm" in name.lower():
+        return "norm"
+    if name.startswith("Switch") and not leaf:
+        return "experts"
+    if not leaf and ("attn" in last or "attention" in last):
+        return "attention"
+    if not leaf and "mixer" in last:
+        return "recurrent mixer"
+    return "other" if leaf else "block"
+
+
+def _has_modules(module: nn.Module) -> bool:
+    return len(module.modules()) > 1
+
+
+def first_array(value: Any) -> mx.array | None:
+    if isinstance(value, mx.array):
+        return mx.array(value)  # a model may go on with `h *= ...`, which changes the object that was seen
+    if isinstance(value, (tuple, list)):
+        return next((a for v in value if (a := first_array(v)) is not None), None)
+    return None
+
+
+def held(a: mx.array) -> mx.array:
+    """The array as it is now. A model may write into the one it got (gemma scales its embeddings with `h *= ...`)."""
+    return mx.stop_gradient(a)
+
+
+@contextmanager
+def watching(model: nn.Module, observer: Callable[[Seen], None], names: dict[str, str] | None = None) -> Iterator[None]:
+    """Report every module's output to `observer`, in the order in which they finish. `names`: path -> kind [all]."""
+    names = kinds(model) if names is None else names
+    calls: dict[tuple[str, str], int] = {}
+    restore = []
+
+    def report(path: str, kind: str) -> Callable[[tuple, dict, Any], None]:
+        def seen(args: tuple, kwargs: dict, out: Any) -> None:
+            array, given, key = first_array(out), first_array((*args, *kwargs.values())), (path, kind)
+            if array is not None:
+                observer(Seen(path, calls.get(key, 0), kind, held(array), None if given is None else held(given)))
+                calls[key] = calls.get(key, 0) + 1
+
+        return seen
+
+    try:
+        for path, module in model.named_modules():
+            if path in names:
+                restore.append(tap(module, report(path, names[path])))
+                if names[path] == "embedding":
+                    restore.append(tap(module, report(path, "unembedding"), "as_linear"))
+        yield
+    finally:
+        for undo in reversed(restore):
+            undo()

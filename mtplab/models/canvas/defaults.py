@@ -1,0 +1,43 @@
+"""What a checkpoint says about how it wants to be decoded, by our names, with file and key of each value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mtplab.errors import ModelError
+from mtplab.models.headers import read_json
+
+FILE = "generation_config.json"
+# Our name -> (path of the key in generation_config.json, type, least allowed value).
+KEYS: dict[str, tuple[tuple[str, ...], type, float]] = {
+    "steps": (("max_denoising_steps",), int, 1),
+    "t_min": (("t_min",), float, 0.0),
+    "t_max": (("t_max",), float, 0.0),
+    "entropy_bound": (("sampler_config", "entropy_bound"), float, 0.0),
+    "stability_threshold": (("stability_threshold",), int, 0),
+    "confidence_threshold": (("confidence_threshold",), float, 0.0),
+    "max_tokens": (("max_new_tokens",), int, 1),
+}
+
+
+def read_defaults(folder: Path, config: dict[str, Any], canvas: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values and sources, only of what the checkpoint says. Raises ModelError for a value of the wrong kind."""
+    key = "canvas_length" if config.get("canvas_length") else "block_length"
+    values: dict[str, Any] = {"canvas": canvas}
+    sources = {"canvas": f"config.json: {key}" if config.get(key) else "the architecture"}
+    path = folder / FILE
+    generation = read_json(path) if path.is_file() else {}
+    for name, (route, kind, least) in KEYS.items():
+        value: Any = generation
+        for part in route:
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is None:
+            continue
+        # bool is an int to Python, and here a mistake.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value < least:
+            raise ModelError(
+                f"{FILE} has {'.'.join(route)} = {value!r}; it must be a {kind.__name__} of at least {least:g}"
+            )
+        values[name], sources[name] = kind(value), f"{FILE}: {'.'.join(route)}"
+    return values, sources

@@ -1,0 +1,27 @@
+"""A tiny model with latent attention (MLA)."""
+
+from __future__ import annotations
+
+import tiny
+
+from mtplab.models import mlxlm
+from mtplab.models.target import Target
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 48,
+    "moe_intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "n_shared_experts": 1, "n_routed_experts": 8, "routed_scaling_factor": 1.0, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8, "topk_method": "noaux_tc", "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False,
+}  # fmt: skip
+
+
+def mla(**changes) -> Target:
+    """A tiny DeepSeek: its attention takes another algorithm for one row than for several, on every machine."""
+    config = DEEPSEEK | changes
+    model_class, args_class = mlxlm.classes(config)
+    model = model_class(args_class.from_dict(dict(config)))
+    tiny.randomize(model, 0)
+    model.eval()
+    return Target(model)

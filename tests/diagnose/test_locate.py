@@ -1,0 +1,98 @@
+"""The first module that differs is the one the cause was put into."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+import tiny
+from latent import mla
+
+from mtplab.backend import numerics
+from mtplab.diagnose.locate import filled, locate
+from mtplab.errors import RequestError
+
+LENGTHS = {"llama": 9, "mimo": 9, "qwen3_5": 9, "gemma3_text": 6}
+
+
+@pytest.mark.parametrize("kind", list(LENGTHS))
+def test_nothing_differs_on_the_reference_blas(load, kind):
+    found = locate(load(kind).target, tiny.prompt(3, LENGTHS[kind]), [4, 5, 6])
+    assert found.first_module is None and found.logits.equal and found.width == 3
+    assert all(m.equal and m.elements and not m.rows for m in found.modules)
+    assert len(found.by_layer()) == len(load(kind).target.model.layers)
+
+
+@pytest.mark.parametrize(
+    "kind, spec, first",
+    [
+        ("llama", "noise:1e-6@layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj"),
+        ("llama", "splitk@layers.2.self_attn.v_proj", "model.layers.2.self_attn.v_proj"),
+        ("mimo", "bf16acc:8@layers.*.self_attn.*", "model.layers.0.self_attn.q_proj"),
+        ("mimo", "noise:1e-7@lm_head", "model.embed_tokens"),
+        ("qwen3_5", "lowp@layers.3.self_attn.o_proj", "language_model.model.layers.3.self_attn.o_proj"),
+        ("qwen3_5", "noise:1e-5@layers.1.linear_attn.out_proj", "language_model.model.layers.1.linear_attn.out_proj"),
+        ("gemma3_text", "noise:1e-3@layers.2.mlp.up_proj", "model.layers.2.mlp.up_proj"),
+    ],
+)
+def test_the_module_that_the_cause_is_in_is_named(load, kind, spec, first):
+    target = load(kind).target
+    with numerics.simulate(target, spec):
+        found = locate(target, tiny.prompt(3, LENGTHS[kind]), [4, 5, 6])
+    assert found.first_module == first
+    named = next(m for m in found.modules if not m.equal)
+    assert named.made and named.ulp_max > 0 and named.rows == (0, 1, 2) and 0 < named.differ <= named.elements
+    assert not found.logits.equal
+
+
+def test_growth_by_layer_and_kind(load):
+    target = load("llama").target
+    with numerics.simulate(target, "noise:1e-4@layers.1.mlp.down_proj"):
+        found = locate(target, tiny.prompt(3, 9), [4, 5, 6, 7])
+    growth = found.by_layer()
+    assert [layer["ulp_max"] > 0 for layer in growth] == [False, True, True]
+    kinds = found.by_kind()
+    assert kinds["embedding"]["differ"] == 0 and kinds["linear"]["first"] == "model.layers.1.mlp.down_proj"
+    assert kinds["attention"] == {"modules": 3, "differ": 1, "first": "model.layers.2.self_attn"} | {
+        "ulp_max": kinds["attention"]["ulp_max"]
+    }
+    assert found.to_json()["first_module"] == found.first_module
+
+
+def test_a_window_that_has_wrapped_is_the_attention_s_own(load):
+    """Ring order against concatenation order: no linear is at fault, the attention between them is."""
+    found = locate(load("gemma3_text").target, tiny.prompt(3, 40), [4, 5, 6], prompt=30)
+    assert found.first_module == "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_mla_is_the_attention_of_layer_0(dtype):
+    target = mla() if dtype == mx.float32 else mla(first_k_dense_replace=3)  # the CPU's experts are float32 only
+    target.model.set_dtype(dtype)
+    found = locate(target, tiny.prompt(3, 9), [4, 5, 6])
+    assert found.first_module == "model.layers.0.self_attn" and found.by_kind()["norm"]["first"] is not None
+
+
+def test_a_given_state_is_used_and_left_as_it_was(load):
+    target, prompt = load("qwen3_5").target, tiny.prompt(3, 9)
+    cache = filled(target, prompt, 5)
+    before = [mx.array(a) for layer in cache.layers[:3] for a in layer.cache]
+    found = locate(target, [], [4, 5], cache=cache)
+    assert found.prefix == cache.length == 9
+    assert all(
+        mx.array_equal(a, b)
+        for a, b in zip(before, (a for layer in cache.layers[:3] for a in layer.cache), strict=True)
+    )
+
+
+def test_a_block_of_one_token_is_refused(load):
+    with pytest.raises(RequestError, match="no width to compare"):
+        locate(load("llama").target, [1, 2], [3])
+
+
+def test_the_model_is_as_before_also_after_an_error(load):
+    target = load("llama").target
+    classes = [type(m) for _, m in target.model.named_modules()]
+    with pytest.raises(Exception, match=r"."):
+        locate(target, [1, 2], [3, "four"])
+    locate(target, [1, 2], [3, 4])
+    assert [type(m) for _, m in target.model.named_modules()] == classes
