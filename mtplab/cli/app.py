@@ -7,11 +7,7 @@ from typing import Annotated
 import typer
 
 from mtplab import __version__
-<<<<<<< HEAD
-from mtplab.cli import convert, demo, doctor, generate, head, inspect, sweep
-=======
-from mtplab.cli import demo, diverge, doctor, generate, inspect, probe, sweep
->>>>>>> main
+from mtplab.cli import convert, demo, diverge, doctor, generate, head, inspect, probe, sweep
 
 # Verbs in the order of the help text: the main job first.
 VERBS = {

@@ -10,11 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-<<<<<<< HEAD
-from mtplab.cli.options import Head, HeadNorms, Hidden, Model, Recursion, Trust, check_format, out, tell
-=======
-from mtplab.cli.options import HeadNorms, Hidden, Model, Recursion, Trust, Verify, check_format, out, tell
->>>>>>> main
+from mtplab.cli.options import Head, HeadNorms, Hidden, Model, Recursion, Trust, Verify, check_format, out, tell
 from mtplab.errors import RequestError
 
 COLOURS = ("auto", "always", "never")

@@ -22,16 +22,14 @@ Hidden = Annotated[str | None, typer.Option("--hidden", help="What the head take
 HeadNorms = Annotated[
     str | None, typer.Option("--head-norms", help="Stored norms of the head: raw or shifted [recognised].")
 ]
-<<<<<<< HEAD
 Head = Annotated[
     str | None, typer.Option("--head", help="A head in a folder of its own (from head train) [the checkpoint's].")
-=======
+]
 Verify = Annotated[
     str | None,
     typer.Option(
         "--verify", help="How drafts are checked: batched, rowwise, fixed, serial [batched].", show_default=False
     ),
->>>>>>> main
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Let the checkpoint run its own Python file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]

@@ -97,11 +97,7 @@ def sweep(
         "top_k": top_k, "seed": seed, "ignore_eos": ignore_eos, "prefill_step_size": prefill_step_size,
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size, "dtype": dtype,
         "history": history, "prime": prime, "drafts": drafts,
-<<<<<<< HEAD
-        "head_folder": head, "recursion": recursion, "hidden": hidden, "head_norms": head_norms,
-=======
-        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "verify": verify,
->>>>>>> main
+        "head_folder": head, "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "verify": verify,
         "trust_remote_code": trust_remote_code or None,
     }  # fmt: skip
     store = _resumed(folder, plan, asked) if resume else start(_planned(plan, asked), folder, quiet=quiet)

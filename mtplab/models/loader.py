@@ -16,12 +16,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mtplab.errors import ModelError, RequestError
-<<<<<<< HEAD
 from mtplab.models import headers, headfile, heads, headspec, mlxlm
-=======
-from mtplab.models import headers, heads, headspec, mlxlm
 from mtplab.models.canvas.names import is_canvas
->>>>>>> main
 from mtplab.models.target import Target
 from mtplab.models.tokenizer import Tokenizer
 

@@ -67,6 +67,8 @@ class Plan:
         data = {k: v for k, v in self.to_json().items() if k not in ("trial_timeout_s", "repeat_disturbed")}
         if data["verify"] == "batched":
             del data["verify"]  # what every run did before there was a choice
+        if data["head_folder"] is None:
+            del data["head_folder"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
