@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # From the top. `kernels` is the folder beside the package, installed as mtplab.kernels; `errors` is what all may raise.
-ORDER = ("cli", "report", "trials", "diagnose", "decode", "models", "backend", "kernels", "records", "errors")
+ORDER = ("cli", "report", "train", "trials", "diagnose", "decode", "models", "backend", "kernels", "records", "errors")
 # Not rooms: the package itself (its version) and its data files; open to all, and they import no room.
 OPEN = ("", "data")
 FORBIDDEN = {"records": ("mlx", "mlx_lm", "torch", "transformers"), "errors": ("mlx", "numpy", "scipy")}

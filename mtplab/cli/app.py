@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtplab import __version__
-from mtplab.cli import demo, denoise, diverge, doctor, generate, inspect, probe, sweep
+from mtplab.cli import convert, demo, denoise, diverge, doctor, generate, head, inspect, probe, sweep
 
 # Verbs in the order of the help text: the main job first.
 VERBS = {
@@ -18,8 +18,10 @@ VERBS = {
     "probe": probe.probe,
     "denoise": denoise.denoise,
     "inspect": inspect.inspect,
+    "convert": convert.convert,
     "doctor": doctor.doctor,
 }
+GROUPS = {"head": ("Make MTP heads.", {"train": head.train})}
 
 
 def _version(wanted: bool) -> None:
@@ -43,4 +45,11 @@ def build() -> typer.Typer:
     app.callback()(root)
     for name, verb in VERBS.items():
         app.command(name)(verb)
+    for group, (help_, verbs) in GROUPS.items():
+        inner = typer.Typer(help=help_, rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+        for name, verb in verbs.items():
+            inner.command(name)(verb)
+        # One command alone would be taken for the group itself.
+        inner.callback()(lambda: None)
+        app.add_typer(inner, name=group)
     return app

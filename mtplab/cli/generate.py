@@ -12,6 +12,7 @@ import typer
 
 from mtplab.cli.options import (
     AssistantFolder,
+    Head,
     HeadNorms,
     Hidden,
     Model,
@@ -64,6 +65,7 @@ def generate(
     ] = "verified",
     prime: Annotated[bool, typer.Option("--prime/--no-prime", help="Give the head the prompt.")] = True,
     drafts: Annotated[str, typer.Option("--drafts", help="Under temperature: sampled, or point.")] = "sampled",
+    head: Head = None,
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,
@@ -100,7 +102,8 @@ def generate(
     )  # fmt: skip
     wanted = {
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size or 64, "dtype": dtype,
-        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "assistant": assistant,
+        "head_folder": head, "recursion": recursion, "hidden": hidden, "head_norms": head_norms,
+        "assistant": assistant,
         "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     session = open_session(model, name, wanted, history=history, prime=prime, drafts=drafts, verify=way)

@@ -25,6 +25,9 @@ HeadNorms = Annotated[
 AssistantFolder = Annotated[
     str | None, typer.Option("--assistant", help="Gemma 4: checkpoint of the assistant that drafts [none].")
 ]
+Head = Annotated[
+    str | None, typer.Option("--head", help="A head in a folder of its own (from head train) [the checkpoint's].")
+]
 Verify = Annotated[
     str | None,
     typer.Option(

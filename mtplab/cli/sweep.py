@@ -12,6 +12,7 @@ import typer
 
 from mtplab.cli.options import (
     AssistantFolder,
+    Head,
     HeadNorms,
     Hidden,
     Output,
@@ -74,6 +75,7 @@ def sweep(
         str | None,
         _option("--drafts", help="Under temperature: sampled, or the head's first choice, point [sampled]."),
     ] = None,
+    head: Head = None,
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,
@@ -98,7 +100,8 @@ def sweep(
         "top_k": top_k, "seed": seed, "ignore_eos": ignore_eos, "prefill_step_size": prefill_step_size,
         "max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size, "dtype": dtype,
         "history": history, "prime": prime, "drafts": drafts,
-        "recursion": recursion, "hidden": hidden, "head_norms": head_norms, "assistant": assistant, "verify": verify,
+        "head_folder": head, "recursion": recursion, "hidden": hidden, "head_norms": head_norms,
+        "assistant": assistant, "verify": verify,
         "trust_remote_code": trust_remote_code or None,
     }  # fmt: skip
     store = _resumed(folder, plan, asked) if resume else start(_planned(plan, asked), folder, quiet=quiet)

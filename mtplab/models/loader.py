@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mtplab.errors import ModelError, RequestError
-from mtplab.models import families, headers, headload, heads, headspec, kinds, mlxlm
+from mtplab.models import families, headers, headfile, headload, heads, headspec, kinds, mlxlm
 from mtplab.models.assistant import Assistant, load_assistant
 from mtplab.models.canvas.names import is_canvas
 from mtplab.models.target import Target
@@ -70,6 +70,7 @@ def load_target(
     hidden: str | None = None,
     head_norms: str | None = None,
     assistant: str | Path | None = None,
+    head_folder: str | Path | None = None,
 ) -> Loaded:
     """Load a checkpoint folder (or hub id) as a `Target` with its MTP head.
 
@@ -77,6 +78,7 @@ def load_target(
     `dtype`: float32, float16, bfloat16, or None: as stored on a GPU, float32 on the CPU.
     `recursion`, `hidden`, `head_norms`: override the family's row where public codes differ.
     `assistant`: folder or hub id of a Gemma 4 assistant, which then is the head.
+    `head_folder`: a head in a folder of its own (`headfile`), instead of the checkpoint's.
     Raises ModelError (a file is wrong) or RequestError (an option cannot be honoured).
     """
     if head not in HEAD_MODES:
@@ -91,6 +93,9 @@ def load_target(
         raise ModelError(
             f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it"
         )
+    if head_folder is not None and head == "none":
+        raise RequestError(f"the head in {head_folder} was given but nothing that is to run needs one; leave it out")
+    source = headfile.find(folder, config, tensors, head_folder, wanted=head != "none")
     quantized = any(n.endswith(".scales") for n in tensors)
     spec, cast = headspec.find_spec(config), choose_dtype(dtype)
     in_head = set(headspec.head_names(spec, tensors)) if spec is not None else set()
@@ -98,6 +103,7 @@ def load_target(
     kinds.check_files(tensors, config, in_head)
     model = build_trunk(folder, config, tensors, in_head, trust_remote_code)
     _cast(model, cast)
+    spec = headspec.find_spec(source.config)
     if spec is not None:
         spec = headspec.with_options(spec, recursion, hidden)
     elif recursion or hidden:
@@ -110,13 +116,13 @@ def load_target(
         hidden=spec.hidden if spec is not None else "post",
     )
     unused = head == "none" or assistant is not None
-    layers = 0 if unused else wanted_layers(spec, config, tensors, require=head == "require")
+    layers = 0 if unused else wanted_layers(spec, source.config, source.tensors, require=head == "require")
     module: heads.Head | Assistant | None = None
     if assistant is not None and head != "none":
         module = load_assistant(resolve(assistant), target)
         _cast(module, cast)
     elif spec is not None and layers:
-        module = _read_head(spec, layers, folder, config, tensors, target, head_norms)
+        module = _read_head(spec, layers, source, target, head_norms)
         _cast(module, cast)
     for part in (model, module):
         # One tensor after the other: a stacked or split one then frees its sources before the next is read.
@@ -125,6 +131,7 @@ def load_target(
     if sum(t.nbytes for t in tensors.values()) <= NAN_CHECK_BYTES:
         _refuse_nan(model, module)
     facts = _facts(folder, config, target, module, quantized, cast)
+    facts["head_folder"] = None if module is None or source.own else str(source.folder)
     facts |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size if kv_bits else None, "max_kv_size": max_kv_size}
     return Loaded(target, module, Tokenizer(folder, config), folder, context_length(config), facts)
 
@@ -226,20 +233,22 @@ def wanted_layers(spec: Any, config: dict, tensors: dict, *, require: bool) -> i
     return declared or 1 + max((i for n in found if (i := headspec.layer_of(spec, n)) is not None), default=0)
 
 
-def _read_head(spec: Any, layers: int, folder: Path, config: dict, tensors: dict, target: Target, norms: str | None):
+def _read_head(spec: Any, layers: int, source: headfile.HeadSource, target: Target, norms: str | None) -> heads.Head:
     if norms not in (None, "raw", "shifted"):
         raise RequestError(f"head-norms {norms!r} is not one of raw, shifted")
-    args = getattr(target.outer, "args", None) or target.model.args
-    weights = read_tensors(folder, tensors, set(headspec.head_names(spec, tensors)))
+    tensors = source.tensors
+    args = source.args or getattr(target.outer, "args", None) or target.model.args
+    weights = read_tensors(source.folder, tensors, set(headspec.head_names(spec, tensors)))
     raw = None if norms is None else norms == "raw"
     if raw is None and headspec.raw_layout(spec, tensors):
         raw = True
     try:
-        return headload.load_head(spec, layers, args, target, weights, config, raw_norms=raw)
+        return headload.load_head(spec, layers, args, target, weights, source.config, raw_norms=raw)
     except (ModelError, RequestError):
         raise
     except Exception as error:
-        raise ModelError(f"the MTP head of {folder} does not fit its config.json: {_one_line(error)}") from error
+        why = _one_line(error)
+        raise ModelError(f"the MTP head of {source.folder} does not fit its config.json: {why}") from error
 
 
 def _refuse_nan(model: nn.Module, head: heads.Head | Assistant | None) -> None:

@@ -115,10 +115,15 @@ class Target:
 
     def forward(self, tokens: mx.array, cache: caches.Cache) -> Output:
         """Feed a block. tokens: [L] int -> logits [L, V], hidden [L, D]; the cache grows by L rows."""
-        logits = self.model(tokens[None], cache=cache.layers)
-        cache.length += tokens.shape[0]
+        out = self.forward_batch(tokens[None], cache)
+        return Output(out.logits[0], None if out.hidden is None else out.hidden[0])
+
+    def forward_batch(self, tokens: mx.array, cache: caches.Cache) -> Output:
+        """Feed a block of several sequences of one length. tokens: [B, L] -> logits [B, L, V], hidden [B, L, D]."""
+        logits = self.model(tokens, cache=cache.layers)
+        cache.length += tokens.shape[1]
         hidden, self._seen = self._seen, None
-        return Output(logits[0], None if hidden is None else hidden[0])
+        return Output(logits, hidden)
 
     @property
     def vocab(self) -> int | None:
@@ -137,6 +142,23 @@ class Target:
     def embed(self, tokens: mx.array) -> mx.array:
         """tokens: [L] -> [L, D]."""
         return self.embedding(tokens)
+
+    def _unembedding(self) -> nn.Module:
+        head = getattr(self.outer, "lm_head", None)
+        return self.embedding if head is None else head
+
+    def unembedding_size(self) -> int:
+        """Rows of the unembedding matrix: the ids that logits are about."""
+        return self._unembedding().weight.shape[0]
+
+    def unembedding_rows(self, ids: mx.array) -> mx.array:
+        """The rows of the unembedding matrix for some tokens, as floats. ids: [n] -> [n, D]."""
+        head = self._unembedding()
+        if "scales" not in head:
+            return head.weight[ids]
+        biases = head["biases"][ids] if "biases" in head else None
+        kind = {"group_size": head.group_size, "bits": head.bits, "mode": head.mode}
+        return mx.dequantize(head.weight[ids], head.scales[ids], biases, **kind)
 
     def unembed(self, hidden: mx.array) -> mx.array:
         """hidden after the final norm: [L, D] -> logits [L, V]."""

@@ -51,6 +51,7 @@ class Plan:
     history: str = "verified"
     prime: bool = True
     drafts: str = "sampled"  # under temperature: drawn from the head's distribution, or its first choice ("point")
+    head_folder: str | None = None  # a head of its own instead of the checkpoint's
     recursion: str | None = None  # these three override the head family's row where public codes differ
     hidden: str | None = None
     head_norms: str | None = None
@@ -69,6 +70,8 @@ class Plan:
         data = {k: v for k, v in self.to_json().items() if k not in ("trial_timeout_s", "repeat_disturbed")}
         if data["verify"] == "batched":
             del data["verify"]  # what every run did before there was a choice
+        if data["head_folder"] is None:
+            del data["head_folder"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:

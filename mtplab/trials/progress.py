@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+STEP_EVERY_S = 60.0
+
 
 class Progress:
     """One living line on a terminal, one line per trial elsewhere. `quiet` keeps only the notes."""
@@ -18,12 +20,18 @@ class Progress:
         self.live = bool(getattr(self.stream, "isatty", lambda: False)())
         self.total = self.finished = 0
         self.began = clock()
-        self._name, self._shown = "", False
+        self._name, self._shown, self._said = "", False, float("-inf")
 
     def stage(self, text: str | None) -> None:
         """What happens before the first trial."""
         if text:
             self._line(f"{text} ...")
+
+    def step(self, text: str) -> None:
+        """One of many small steps: all of them on a terminal, one a minute elsewhere."""
+        if self.live or self.clock() - self._said >= STEP_EVERY_S:
+            self._said = self.clock()
+            self._line(text)
 
     def begin(self, trials: int) -> None:
         self.total, self.finished, self.began = trials, 0, self.clock()

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtplab.errors import MtplabError
+from mtplab.errors import MtplabError, RequestError
 from mtplab.trials import corpus
 from mtplab.trials.files import FULL, dumps, sentence, write_text
 from mtplab.trials.plan import Plan
@@ -53,6 +53,8 @@ def prepare(spec: dict[str, Any]) -> None:
     from mtplab.trials import arms
 
     parsed = [arms.parse_arm(name) for name in plan.arms]
+    if plan.head_folder is not None and not any(arm.needs_head for arm in parsed):
+        raise RequestError(f"no arm needs the head in {plan.head_folder}; add depth1 or adaptive, or drop --head")
     loaded = load(plan, plan.arms)
     say({"stage": "cutting prompts"})
     prompts, notices = corpus.load_corpora(
@@ -72,7 +74,7 @@ def prepare(spec: dict[str, Any]) -> None:
         "costs": measure(parsed, plan, loaded),
         "machine": machine.facts(),
         "model": loaded.facts,
-        "files": file_sizes(loaded.folder),
+        "files": files_of(plan, loaded),
         "effective": effective,
     }
     write_text(Path(spec["out"]), dumps(result))
@@ -106,6 +108,15 @@ def measure(parsed: list[Any], plan: Plan, loaded: Any) -> dict[str, Any]:
     return arms.calibrate(loaded, deepest, rows=max(1, rows), verify=plan.verify, width=arms.fixed_width(parsed))
 
 
+def files_of(plan: Plan, loaded: Any) -> dict[str, int]:
+    """`file_sizes` of the checkpoint and of a head in its own folder, whether or not this trial's arm needs it."""
+    from mtplab.models.headfile import INSIDE
+
+    place = loaded.folder / INSIDE if plan.head_folder is None else Path(plan.head_folder).expanduser()
+    own = file_sizes(place) if place.is_dir() else {}
+    return file_sizes(loaded.folder) | {f"head/{name}": size for name, size in own.items()}
+
+
 def file_sizes(folder: Path) -> dict[str, int]:
     """Name and bytes of the checkpoint's files: a resume on other weights is found out."""
     return {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.suffix in (".json", ".safetensors")}
@@ -118,7 +129,10 @@ def load(plan: Plan, names: Iterable[str]) -> Any:
     from mtplab.trials import arms
 
     needed = any(arms.parse_arm(name).needs_head for name in names)
-    return load_target(plan.model, head="require" if needed else "none", **{k: getattr(plan, k) for k in LOAD_OPTIONS})
+    options = {k: getattr(plan, k) for k in LOAD_OPTIONS}
+    if needed:
+        return load_target(plan.model, head="require", head_folder=plan.head_folder, **options)
+    return load_target(plan.model, head="none", **options)
 
 
 def arm_options(plan: Plan) -> dict[str, Any]:
@@ -176,7 +190,7 @@ def trial(spec: dict[str, Any]) -> None:
             "effective": session(spec, plan, loaded).effective,
             "blas": dataclasses.asdict(info),
             "machine": machine.facts(),
-            "files": file_sizes(loaded.folder),
+            "files": files_of(plan, loaded),
         }
         file.write(dumps({"done": done}) + "\n")
         file.flush()

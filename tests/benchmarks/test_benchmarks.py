@@ -244,14 +244,6 @@ def test_predicted_sides_follow_the_depths():
     assert predicted.sides(argparse.Namespace(depths=[2, 5])) == ["calibrate", "baseline", "depth2", "depth5"]
 
 
-def test_interleaved_halves_are_put_in_order():
-    import mlx.core as mx
-
-    # Two heads of 4 rows. GGUF order of a head: row 0 of each half, then row 1 of each half.
-    stored = mx.array([[0.0], [2.0], [1.0], [3.0], [10.0], [12.0], [11.0], [13.0]])
-    assert smollm2.halves_in_order(stored, 2)[:, 0].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
-
-
 def test_a_converted_folder_is_found_again(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "fetch", lambda into: pytest.fail("nothing may be fetched"))
     folder = tmp_path / smollm2.FOLDER

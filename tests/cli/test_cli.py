@@ -81,7 +81,7 @@ def test_help_starts_in_a_blink():
 def test_every_verb_is_listed_and_explained(call):
     code, out, _ = call("--help")
     assert code == 0
-    for verb in ("demo", "generate", "sweep", "denoise", "inspect", "doctor"):
+    for verb in ("demo", "generate", "sweep", "diverge", "probe", "denoise", "inspect", "doctor", "convert", "head"):
         assert verb in out
         assert call(verb, "--help")[0] == 0
 
