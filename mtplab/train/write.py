@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mtplab import __version__
 from mtplab.errors import ModelError
-from mtplab.models import headfile, headload, heads, headspec, mlxlm
+from mtplab.models import headfile, heads, headspec, mlxlm
 from mtplab.models.headers import read_json
 from mtplab.models.loader import Loaded, context_length
 from mtplab.train.plan import HeadPlan
@@ -69,7 +69,7 @@ def new_head(loaded: Loaded, ffn: int | None = None) -> tuple[heads.Head, dict[s
 
 def write_head(folder: Path, head: heads.Head, config: dict[str, Any], card: str) -> None:
     """The head folder, whole or not at all; an older one in its place goes."""
-    names = headload.expected_names(head.spec, head, head.spec.prefixes[0])
+    names = heads.expected_names(head.spec, head, head.spec.prefixes[0])
     params = dict(tree_flatten(head.parameters()))
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     try:
