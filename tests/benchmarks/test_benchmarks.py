@@ -114,8 +114,13 @@ def test_all_of_them_become_one_document(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run.py", "--model", "m", "--quick"])
     assert everything.main() == 4
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [d["benchmark"] for d in found["benchmarks"]] == ["baseline_vs_mlx_lm", "loop_cost", "predicted"]
-    assert found["missed"] == ["baseline_vs_mlx_lm: bad", "loop_cost: bad", "predicted: bad"]
+    assert [d["benchmark"] for d in found["benchmarks"]] == [
+        "baseline_vs_mlx_lm",
+        "loop_cost",
+        "predicted",
+        "exact_verify",
+    ]
+    assert found["missed"] == [f"{d}: bad" for d in ("baseline_vs_mlx_lm", "loop_cost", "predicted", "exact_verify")]
 
 
 @pytest.mark.parametrize(
