@@ -89,6 +89,22 @@ def test_predicted_names_what_it_measured(model):
     assert values(found) == {"depth1, measured / predicted ratio": side["measured_over_predicted"]}
 
 
+def test_the_price_of_exactness_comes_with_its_promise(model):
+    """On the reference BLAS every way equals its baseline; the price has no limit to miss."""
+    found = document("exact_verify", "--model", model, *SHORT, "--depth", "2")
+    for way in ("batched", "rowwise", "fixed", "serial"):
+        side = found["sides"][way]
+        assert side["equal_to_baseline"] == side["prompts"] == 1 and side["verify_ms"] > 0
+    assert all(r["met"] is None and r["value"] > 0 for r in found["ratios"])
+
+
+def test_exactness_is_counted_in_rows(model):
+    done = run("exact_equality", "--model", model, "--prompts", "2", "--prompt-tokens", "8", "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    for row in json.loads(done.stdout.splitlines()[-1])["ways"].values():
+        assert row["rows_equal"] == row["rows"] == 22
+
+
 def test_memory_does_not_grow_beyond_the_caches(model):
     found = document("memory", "--model", model, *SHORT, "--passes", "5", "300", "--depth", "2")
     grown = found["sides"]["grown"]
