@@ -110,7 +110,7 @@ def generate(
     if verify is not None:
         tell(f"verify {way}: logits equal to {session.verifier.equal_to}")
     tokens = encode(session.loaded.tokenizer, text, chat)
-    colour = show and wants_colour(color)
+    colour = show and output == "table" and wants_colour(color)
     stream(session, tokens, settings, output, colour=colour)
 
 
@@ -118,14 +118,15 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the flag, a file or stdin; an empty one is an error."""
     if prompt is not None and file is not None:
         raise RequestError("--prompt and --file both give a prompt; use one of them")
-    if file is not None:
-        from mtplab.trials.corpus import read_text
+    from mtplab.trials.corpus import check_utf8, read_text
 
+    if file is not None:
         text = read_text(file, str(file))
     elif prompt is None and sys.stdin.isatty():
         raise RequestError("no prompt; give one with --prompt, --file or on stdin")
     else:
         text = _stdin() if prompt in (None, "-") else prompt
+    check_utf8(text)
     if not text:
         raise RequestError("the prompt is empty; give at least one token")
     return text

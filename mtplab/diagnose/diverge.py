@@ -102,6 +102,7 @@ class Diagnoser:
         explain: Callable[..., Any] | None = None,
     ):
         """`tamper` and `around` inject faults (around: a context that every pass of an arm runs in)."""
+        self._logs: dict[tuple[str, int], Candidate] = {}
         if not settings.greedy:
             raise RequestError("diverge compares greedy decoding; leave --temp at 0")
         self.target, self.head, self.settings = target, head, settings
@@ -113,6 +114,7 @@ class Diagnoser:
     def run(self, texts: Sequence[Text], candidates: Sequence[Candidate], simulated: str | None = None) -> Diagnosis:
         """Both runs over all prompts."""
         check_texts(texts)
+        self._logs.clear()
         found = [self._compare(i, text, candidates) for i, text in enumerate(texts)]
         steady = not any(p.lanes[AGAIN].rows_differ or p.lanes[AGAIN].leaves for p in found)
         window = any("window" in kinds for kinds in self.target.cache_kinds)
@@ -175,6 +177,8 @@ class Diagnoser:
         """The adaptive arm as a replay of the depths it chose in a run of its own; other arms as they are."""
         if candidate.name != "adaptive" or candidate.depths is not None:
             return candidate
+        if (candidate.name, request) in self._logs:
+            return self._logs[candidate.name, request]
         draws = Draws(self.settings.seed, request)
         drafter = MTPDrafter(self.head, self.settings, draws, history=candidate.history, prime=candidate.prime)
         records = speculative(
@@ -182,7 +186,9 @@ class Diagnoser:
             settings=self.settings, stops=self.stops(), clock=self.clock, request=request,
         )  # fmt: skip
         depths = tuple(r.depth for r in records if isinstance(r, Verify))
-        return Candidate(candidate.name, candidate.drafter, None, depths, candidate.history, candidate.prime)
+        made = Candidate(candidate.name, candidate.drafter, None, depths, candidate.history, candidate.prime)
+        self._logs[candidate.name, request] = made  # the policy reads a clock: another run may choose other depths
+        return made
 
     # -- the second run --------------------------------------------------------------------------------------------
 

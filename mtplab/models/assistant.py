@@ -169,5 +169,11 @@ def load_assistant(folder: Path, target: Target) -> Assistant:
         model.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
         raise ModelError(f"{folder} does not fit its config.json: {' '.join(str(error).split())[:300]}") from error
+    if "masked_embedding" in model:
+        order = weights["masked_embedding.token_ordering"]
+        whole = mx.issubdtype(order.dtype, mx.integer) and mx.array_equal(mx.sort(order), mx.arange(order.size)).item()
+        if not whole:
+            # It indexes tables: an id too large would reach the memory behind them.
+            raise ModelError(f"{folder}: masked_embedding.token_ordering is no permutation of the vocabulary")
     model.eval()
     return model

@@ -150,11 +150,19 @@ def weights(
         parts = tensor.packed() if dtype == "stored" and last == "weight" and len(tensor.shape) == 2 else None
         if parts is None:
             floats = order(tensor.floats())
-            arrays[name] = _halves(floats)[0] if DTYPES[dtype] is None else floats.astype(DTYPES[dtype])
+            arrays[name] = _halves(floats)[0] if DTYPES[dtype] is None else _cast(source, floats, DTYPES[dtype])
         else:
             arrays |= _pack(stem, tuple(map(order, parts[:3])), parts[3])
             packed[stem] = {"group_size": gguf.BLOCK, "bits": parts[3], "mode": "affine"}
     return arrays, packed
+
+
+def _cast(source: str, floats: np.ndarray, dtype: Any) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = floats.astype(dtype)
+    if np.isinf(cast).any() and np.isfinite(floats).all():
+        raise RequestError(f"the tensor {source!r} does not fit float16; use --dtype float32 or stored")
+    return cast
 
 
 def _pack(stem: str, parts: tuple[np.ndarray, ...], bits: int) -> dict[str, np.ndarray]:

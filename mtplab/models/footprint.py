@@ -32,11 +32,16 @@ def number(config: Mapping[str, Any], *keys: str) -> int:
     return next((config[k] for k in keys if type(config.get(k)) is int and config[k] > 0), 0)
 
 
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
 def layer_kinds(config: Mapping[str, Any]) -> Counter[str]:
     """Layers by kind of state: full, latent (MLA), sliding, recurrent, stateless."""
     c = text_config(config)
-    layers, interval = number(c, "num_hidden_layers"), number(c, "full_attention_interval")
+    layers, interval = number(c, *LAYERS), number(c, "full_attention_interval")
     window, period = number(c, "sliding_window"), number(c, "sliding_window_pattern")
+    if not period and str(c.get("model_type", "")).startswith("gemma3"):
+        period = 6  # mlx-lm's default where the config leaves it out
     pattern, types = c.get("hybrid_override_pattern"), c.get("layer_types") or c.get("layers_block_type")
     if isinstance(pattern, (str, list)):
         kinds = Counter(PATTERN.get(str(p), "full") for p in pattern)

@@ -103,6 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def list_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint; an index may only name plain files inside the folder."""
     files = sorted(p for p in folder.glob("*.safetensors") if p.is_file())
+    indexed = False
     for index in sorted(folder.glob("*.safetensors.index.json")):
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -112,6 +113,10 @@ def list_files(folder: Path) -> list[Path]:
                 raise ModelError(f"{index.name} points outside its folder: {name!r}")
             if not (folder / name).is_file():
                 raise ModelError(f"{index.name} names {name!r}, which is missing from {folder}; download it again")
+            indexed = True
+    if indexed:
+        # A second set of the same weights, in another vendor's names, that some repositories ship beside the first.
+        files = [p for p in files if not p.name.startswith("consolidated")]
     if not files:
         raise ModelError(f"{folder} holds no .safetensors file")
     return files

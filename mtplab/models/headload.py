@@ -72,6 +72,11 @@ def own_embeddings(head: Head, prefix: str, weights: Mapping[str, mx.array]) -> 
             if not stored or _same(stored, target.embedding if part == "embed" else target.unembedding):
                 continue
             rows = next(iter(stored.values())).shape[0]
+            wanted = target.vocab if part == "embed" else target.unembedding_size()
+            if rows != wanted:
+                # Ids past the trunk's table would be read from the memory behind it.
+                name = head.spec.name(part, prefix, i)
+                raise ModelError(f"{name} has {rows} rows where the trunk's table has {wanted}")
             dims = head._dim
             module = nn.Embedding(rows, dims) if part == "embed" else nn.Linear(dims, rows, bias=False)
             setattr(layer, part, module)

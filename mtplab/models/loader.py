@@ -93,6 +93,10 @@ def load_target(
         raise ModelError(
             f"{folder} wants to run its own {config['model_file']!r}; pass --trust-remote-code to allow it"
         )
+    if head_folder is not None and assistant is not None:
+        raise RequestError("--head and --assistant are two drafters; give one of them")
+    if head_norms not in (None, "raw", "shifted"):
+        raise RequestError(f"head-norms {head_norms!r} is not one of raw, shifted")
     if head_folder is not None and head == "none":
         raise RequestError(f"the head in {head_folder} was given but nothing that is to run needs one; leave it out")
     source = headfile.find(folder, config, tensors, head_folder, wanted=head != "none")
@@ -130,10 +134,22 @@ def load_target(
             mx.eval(a)
     if sum(t.nbytes for t in tensors.values()) <= NAN_CHECK_BYTES:
         _refuse_nan(model, module)
+    if kv_bits is not None:
+        _check_kv_bits(target, kv_bits, kv_group_size)
     facts = _facts(folder, config, target, module, quantized, cast)
     facts["head_folder"] = None if module is None or source.own else str(source.folder)
     facts |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size if kv_bits else None, "max_kv_size": max_kv_size}
     return Loaded(target, module, Tokenizer(folder, config), folder, context_length(config), facts)
+
+
+def _check_kv_bits(target: Target, bits: int, group: int) -> None:
+    try:
+        mx.eval(target.forward(mx.array([0]), target.new_cache()).logits)
+    except ValueError as error:
+        why = _one_line(error)
+        raise RequestError(
+            f"--kv-bits {bits} with groups of {group} cannot be honoured ({why}); use other values or leave it out"
+        ) from None
 
 
 def choose_dtype(name: str | None) -> mx.Dtype | None:

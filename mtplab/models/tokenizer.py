@@ -99,7 +99,10 @@ def eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     for source in sources:
         value = source.get("eos_token_id")
         if value is not None:
-            return frozenset(value if isinstance(value, list) else [value])
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(i) is int for i in ids):
+                raise ModelError(f"{folder} has eos_token_id {value!r}; it must be a token id or a list of them")
+            return frozenset(ids)
     return frozenset()
 
 

@@ -353,5 +353,7 @@ def predicted_ratio_of(requests: Sequence[Request], costs: Mapping[str, object])
     depths, passes = np.unique(counts(requests).proposed, return_counts=True)
     if not depths.size or any(int(k) + 1 not in width or int(k) not in draft for k in depths):
         return None
-    cost = sum(n * (draft[int(k)] + width[int(k) + 1]) for k, n in zip(depths, passes, strict=True)) / passes.sum()
-    return divide(tokens_per_verify(requests), cost + float(costs["host_ms"]) / one)
+    host = float(costs["host_ms"]) / one  # of passes with drafts; the baseline's own is in verify_ms[1]
+    each = (draft[int(k)] + width[int(k) + 1] + (host if k else 0.0) for k in depths)
+    cost = sum(n * c for n, c in zip(passes, each, strict=True)) / passes.sum()
+    return divide(tokens_per_verify(requests), cost)

@@ -17,6 +17,8 @@ def inspection(found: Mapping[str, Any], form: str) -> str:
         return facts(found, form)
     parts = []
     for title, rows in sections(found):
+        if not rows:
+            continue
         columns = [text_column(key) for key in rows[0]]
         table = tables.markdown(columns, rows) if form == "md" else tables.aligned(columns, rows)
         parts.append((f"### {title}\n\n" if form == "md" else f"{title}\n") + table)

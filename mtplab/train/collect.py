@@ -60,10 +60,18 @@ def collect(folder: Path, plan: HeadPlan, target: Target, texts: Texts, tell: Ca
     """Make every file that is not there yet. `tell(file, tokens)` after each step; it may raise to stop."""
     wanted = [(HELD_OUT, 0, plan.gather, True), *((f, i, n, False) for f, i, n in shards(plan))]
     for file, number, count, held_out in wanted:
-        if not (folder / file).exists():
+        if not _whole(folder / file, count):
             starts = texts.starts(number, count, held_out=held_out)
             rows = generate(target, plan, starts, f"{held_out}/{number}", partial(tell, file))
             save(folder / file, rows)
+
+
+def _whole(path: Path, count: int) -> bool:
+    """Not whole: a last file that an earlier, smaller plan left half filled. A damaged one is `open_rows`'s to name."""
+    try:
+        return path.exists() and len(np.load(path, mmap_mode="r", allow_pickle=False)) == count
+    except (OSError, ValueError, EOFError, TypeError):
+        return True
 
 
 def save(path: Path, rows: np.ndarray) -> None:

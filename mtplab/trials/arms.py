@@ -55,9 +55,9 @@ class Arm:
 
 PATTERNS: tuple[tuple[str, Callable[[str, int], Arm]], ...] = (
     (r"baseline", lambda name, _: Arm(name, "none", None)),
-    (r"depth(\d+)", lambda name, k: Arm(name, "mtp" if k else "none", check_depth(k))),
+    (r"depth(0|[1-9]\d*)", lambda name, k: Arm(name, "mtp" if k else "none", check_depth(k))),
     (r"adaptive", lambda name, _: Arm(name, "mtp", None)),
-    (r"ngram(\d+)", lambda name, k: Arm(name, "ngram", check_depth(k))),
+    (r"ngram([1-9]\d*)", lambda name, k: Arm(name, "ngram", check_depth(k))),
 )
 
 
@@ -236,10 +236,14 @@ def _medians_ms(turns: Sequence[dict[tuple[str, int], int]], kind: str) -> dict[
 
 
 def costs_ns(costs: dict[str, Any], max_depth: int = ADAPTIVE_DEPTH) -> dict[int, float]:
-    """Pass time per depth from `calibrate`'s result: the adaptive policy's start."""
+    """Pass time per measured depth from `calibrate`'s result: the adaptive policy's start. Without a head: depth 0."""
     verify = {int(m): ms for m, ms in costs["verify_ms"].items()}
     draft = {0: 0.0} | {int(k): ms for k, ms in costs["draft_ms"].items()}
-    return {d: (verify[d + 1] + draft[d] + (costs["host_ms"] if d else 0.0)) * 1e6 for d in range(max_depth + 1)}
+    return {
+        d: (verify[d + 1] + draft[d] + (costs["host_ms"] if d else 0.0)) * 1e6
+        for d in range(max_depth + 1)
+        if d in draft and d + 1 in verify
+    }
 
 
 class _Bench:

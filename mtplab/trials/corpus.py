@@ -92,6 +92,14 @@ def load_corpora(
     return found, notices
 
 
+def check_utf8(text: str) -> None:
+    """A command line may hold any bytes; a prompt may not."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError("the prompt is not UTF-8; give it in that encoding") from None
+
+
 def check_prompt(prompt: Prompt, *, room: int, context: int) -> None:
     """Refuse a prompt that is empty or does not leave room for the tokens to generate."""
     count = len(prompt.tokens)

@@ -41,7 +41,7 @@ class Wanted:
 
 def candidate(name: str, *, history: str = "verified", prime: bool = True) -> Candidate:
     """An arm of the other verbs, or `scriptedN`: N drafts from the baseline's own text, every acceptance in turn."""
-    if match := re.fullmatch(r"scripted(\d+)", name):
+    if match := re.fullmatch(r"scripted(0|[1-9]\d*)", name):
         depth = check_depth(int(match[1]))
         if depth == 0:
             raise RequestError("arm scripted0 drafts nothing; that is depth0")
@@ -66,6 +66,9 @@ def arm_names(given: Sequence[str]) -> tuple[str, ...]:
 
 def diverge(wanted: Wanted, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Load, run and diagnose; the document of `diagnose.summary` with the model's facts. After `backend.setup`."""
+    for name, value in (("prompts", wanted.prompts), ("prompt-tokens", wanted.prompt_tokens)):
+        if value < 1:
+            raise RequestError(f"--{name} {value} is out of range; use 1 or more")
     arms = [candidate(n, history=wanted.history, prime=wanted.prime) for n in wanted.arms]
     from mtplab.models import load_target
 
@@ -85,6 +88,7 @@ def _texts(wanted: Wanted, loaded: Loaded) -> tuple[list[Any], list[str]]:
     if wanted.prompt is not None:
         if wanted.corpora:
             raise RequestError("--prompt and --corpus both give prompts; use one of them")
+        corpus.check_utf8(wanted.prompt)
         made = corpus.Prompt("prompt", "prompt", tuple(loaded.tokenizer.encode(wanted.prompt)), wanted.prompt)
         corpus.check_prompt(made, room=wanted.max_tokens, context=loaded.context)
         return [Text(made.id, made.tokens)], []

@@ -41,6 +41,10 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RequestError(sentence(error, path)) from error
+    except RuntimeError as error:
+        if "[write]" not in str(error):  # how mlx says that it could not write a file
+            raise
+        raise RequestError(f"cannot write {path}: {error}; free some space, or choose another --out") from error
 
 
 def sentence(error: OSError, path: Path | str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import random
 import tomllib
 from collections.abc import Mapping
@@ -192,7 +193,7 @@ def _check(plan: Plan) -> None:
             raise RequestError(f"mode {mode!r} is not one of {', '.join(MODES)}")
     if "baseline" not in plan.arms:
         raise RequestError("the arms lack 'baseline', which every ratio is taken against; add it")
-    if "sampled" in plan.modes and not plan.temp > 0:
+    if "sampled" in plan.modes and not 0 < plan.temp < math.inf:
         raise RequestError(f"temp is {plan.temp}, but the sampled mode needs one above 0; or use --modes greedy")
     if not 0 <= plan.top_p <= 1:
         raise RequestError(f"top_p is {plan.top_p} but must lie in 0..1")

@@ -261,6 +261,30 @@ def test_an_interrupted_text_keeps_its_statistics(checkpoints):
     assert process.returncode == 130 and "tok/s" in err and "interrupt" in err and "Traceback" not in err
 
 
+def test_a_model_without_a_head_is_swept(call, checkpoints, texts, tmp_path):
+    flags = (
+        "--corpus",
+        texts,
+        *SMALL[:-2],
+        "--arms",
+        "baseline,depth0,ngram2",
+        "--out",
+        tmp_path / "run",
+        "-o",
+        "json",
+    )
+    code, out, err = call("sweep", "--model", checkpoints("llama"), *flags)
+    assert code == 0, err
+    found = json.loads(out.splitlines()[-1])
+    assert [r["arm"] for r in found["rows"]] == ["baseline", "depth0", "ngram2"] and found["failed"] == []
+
+
+def test_two_drafters_at_once_are_refused(call, checkpoints):
+    flags = ("--head", "/h", "--assistant", "/a")
+    code, _, err = call("generate", "--model", checkpoints("mimo"), "-p", "abc", "--arm", "depth1", *flags)
+    assert code == 2 and "give one of them" in err
+
+
 def test_an_interrupted_sweep_says_how_to_go_on(checkpoints, texts, tmp_path):
     folder = tmp_path / "run"
     flags = ("--model", checkpoints("mimo"), "--corpus", texts, *SMALL, "--rounds", 9, "--out", folder)

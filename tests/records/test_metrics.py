@@ -242,8 +242,12 @@ def test_predicted_ratio_of_a_fixed_depth_equals_the_formula():
 
 def test_predicted_ratio_of_mixed_depths_averages_the_cost_over_passes():
     r = [request([(0, 0), (0, 0), (1, 1), (3, 3)])]
-    cost = (1 + 1 + (0.1 + 1.1) + (0.3 + 1.4)) / 4 + 0.05
+    cost = (1 + 1 + (0.1 + 1.1) + (0.3 + 1.4)) / 4 + 0.05 * 2 / 4
     assert m.predicted_ratio_of(r, COSTS) == pytest.approx(2.0 / cost)
+
+
+def test_a_pass_without_drafts_is_predicted_to_cost_what_it_costs():
+    assert m.predicted_ratio_of([request([(0, 0)] * 5)], COSTS) == pytest.approx(1.0)
 
 
 def test_a_depth_without_measured_cost_has_no_prediction():

@@ -112,3 +112,12 @@ def test_a_corpus_too_short_to_hold_anything_out(load, tmp_path):
     plan = HeadPlan(model="m", steps=1, **trainlab.SMALL | {"corpora": (str(tmp_path / "s.txt"),)})
     with pytest.raises(RequestError, match="gives 1 windows of 32 tokens"):
         Texts(plan, load("llama").tokenizer, 4096)
+
+
+def test_a_file_that_a_smaller_plan_left_half_filled_is_made_anew(tmp_path):
+    path = tmp_path / "rows-00001.npy"
+    assert not collect._whole(path, 6)
+    np.save(path, np.zeros((2, 3)))
+    assert collect._whole(path, 2) and not collect._whole(path, 6)
+    path.write_bytes(b"\x93NUMPY damaged")
+    assert collect._whole(path, 6), "damage is for open_rows to name"
