@@ -52,13 +52,18 @@ class Scripted:
     def room(self, cache: Cache) -> int:
         return self.canvas
 
-    def prefill(self, tokens: Sequence[int], cache: Cache, step: int = 512) -> None:
+    def prefill(self, tokens: Sequence[int], cache: Cache, step: int = 512) -> int:
         cache.rows += list(tokens)
+        return -(-len(tokens) // step)
 
-    def commit(self, tokens: Sequence[int], cache: Cache) -> None:
+    def chunk(self, step: int) -> int:
+        return step
+
+    def commit(self, tokens: Sequence[int], cache: Cache) -> bool:
         self.commits.append(tuple(tokens))
         cache.rows += list(tokens)
         self.step = 0
+        return True
 
     def denoise(self, canvas: mx.array, conditioning: mx.array | None, cache: Cache) -> mx.array:
         ids = np.array(canvas)

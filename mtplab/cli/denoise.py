@@ -112,7 +112,7 @@ def _numbers(flag: str, text: str | None) -> list[int] | None:
     names = _names(text)
     if names is None:
         return None
-    bad = next((n for n in names if not n.lstrip("-").isdecimal()), None)
+    bad = next((n for n in names if not n.removeprefix("-").isdecimal()), None)
     if bad is not None or not names:
         raise RequestError(f"{flag} {text!r} is not a comma list of whole numbers")
     return [int(n) for n in names]
@@ -120,6 +120,8 @@ def _numbers(flag: str, text: str | None) -> list[int] | None:
 
 def _samplers(text: str | None, thresholds: str | None) -> list[str] | None:
     names = _names(text)
+    if names == [] or (thresholds is not None and not _names(thresholds)):
+        raise RequestError("--sampler and --threshold need at least one value")
     if thresholds is None:
         return names
     if not names:
@@ -157,10 +159,13 @@ def single(
     from mtplab.models.canvas import load_denoiser
     from mtplab.trials.canvas_arms import Session
 
-    wanted = {"max_tokens": common["max_tokens"] or 64, "seed": common["seed"] or 0, "stop": stop}
-    settings = Settings(
-        **wanted, ignore_eos=bool(common["ignore_eos"]), prefill_step=common["prefill_step_size"] or 2048
-    )
+    asked_for = {
+        "max_tokens": common["max_tokens"],
+        "prefill_step": common["prefill_step_size"],
+        "seed": common["seed"],
+    }
+    wanted = {"max_tokens": 64} | {k: v for k, v in asked_for.items() if v is not None}
+    settings = Settings(**wanted, stop=stop, ignore_eos=bool(common["ignore_eos"]))
     session = Session(load_denoiser(common["model"] or "lab-canvas", dtype=common["dtype"]), asked)
     tokens = encode(session.denoiser.tokenizer, text, chat)
     from mtplab.report.canvas_stream import effective_line

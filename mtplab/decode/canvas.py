@@ -97,10 +97,9 @@ def denoise(
     """
     draws = draws or Draws(settings.seed, request, denoiser.vocab)
     cache, began = denoiser.new_cache() if cache is None else cache, clock.now_ns()
-    denoiser.prefill(prompt, cache, settings.prefill_step)
+    forwards, chunk = denoiser.prefill(prompt, cache, settings.prefill_step), denoiser.chunk(settings.prefill_step)
     fence(cache.arrays())
-    forwards = -(-len(prompt) // settings.prefill_step)
-    yield Prefill(len(prompt), 0, settings.prefill_step, forwards, 0, None, None, began, clock.now_ns())
+    yield Prefill(len(prompt), 0, chunk, forwards, 0, None, None, began, clock.now_ns())
     index, position, cut = 0, 0, None
     while cut is None:
         began = clock.now_ns()
@@ -110,10 +109,10 @@ def denoise(
         emitted, cut = stops.cut(tokens)
         commit_ns, now = None, ended
         if cut is None:
-            denoiser.commit(tokens, cache)
+            ran = denoiser.commit(tokens, cache)
             fence(cache.arrays())
             now = clock.now_ns()
-            commit_ns = now - ended
+            commit_ns = now - ended if ran else None
         eos = next((i for i, t in enumerate(tokens) if t in stops.eos_ids), None)
         valid = len(tokens) if eos is None else eos + 1
         yield Canvas(
@@ -141,7 +140,7 @@ def _denoised(
         mean = float(rows.entropy.mean(dtype=np.float32))
         why = policies.stopped(policy, state.unchanged, mean, state.held)
         step += 1
-        if why is None and step == policy.steps:
+        if step == policy.steps and (why is None or policies.forced(policy, rows.confidence, held)):
             why = "cap"
         new = int((state.held & ~held).sum())
         yield DenoiseStep(

@@ -116,6 +116,11 @@ def resolve(
     origin = {f: f"checkpoint: {sources.get(k, k)}" for f, k in checkpoint.items()} | dict.fromkeys(
         asked_for, "request"
     )
+    if policy.schedule == "constant" and "t_min" not in chosen:
+        origin["t_min"] = origin.get("t_max", "reference")
+    if masked:
+        # What the sampler's name stands for gives way to what a masked model needs.
+        origin |= dict.fromkeys((k for k in named if k in MASKED and k not in chosen), "reference")
     _honour(policy, canvas, masked, set(chosen))
     return policy, {f.name: origin.get(f.name, "reference") for f in fields(policy)}
 
@@ -221,6 +226,13 @@ def accepted(
     if policy.accept == "confidence":
         return confident(confidence, held, policy.threshold)
     return surest(confidence, held, policy.count or share(int((~held).sum()), policy.steps - step))
+
+
+def forced(policy: CanvasPolicy, confidence: np.ndarray | None, held: np.ndarray) -> bool:
+    """Whether the last step took open positions (not `held` before it) only because it was the last."""
+    if policy.accept == "confidence":
+        return bool((confidence[~held] < policy.threshold).any())
+    return policy.accept == "count" and policy.count is not None and int((~held).sum()) > policy.count
 
 
 def renoised(canvas: np.ndarray, held: np.ndarray, noise: np.ndarray | int | None) -> np.ndarray:

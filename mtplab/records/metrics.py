@@ -283,9 +283,18 @@ def latency_ms(request: Request) -> float:
 
 
 def tok_s(requests: Sequence[Request]) -> float | None:
-    """(N - 1) / (t_last - t_first), sums over the requests that have a span; None where none has one."""
-    timed = [(emitted_total([r]) - 1, s) for r in requests if (s := span_ms(r)) is not None]
-    return divide(1e3 * sum(t[0] for t in timed), sum(t[1] for t in timed))
+    """(N - 1) / (t_last - t_first), sums over the prompts that have a span; None where none has one.
+
+    A prompt counts with the medians of its rounds, as in the ratios: a slow moment of the machine in one round must
+    not put an arm below another that it beats in every ratio.
+    """
+    timed: dict[str, list[tuple[int, float]]] = {}
+    for r in requests:
+        if (span := span_ms(r)) is not None:
+            timed.setdefault(r.id, []).append((emitted_total([r]) - 1, span))
+    tokens = [float(np.median([n for n, _ in rounds])) for rounds in timed.values()]
+    each = [float(np.median([span / n for n, span in rounds])) for rounds in timed.values()]
+    return divide(1e3 * sum(tokens), sum(n * ms for n, ms in zip(tokens, each, strict=True)))
 
 
 def per_prompt(requests: Sequence[Request], measure: Measure) -> dict[str, float]:

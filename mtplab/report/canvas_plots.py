@@ -85,7 +85,8 @@ def histogram(results: CanvasResults) -> str:
     for axis, corpus in zip(axes, _corpora(results), strict=True):
         requests = _longest(results, corpus)
         found, share = metrics.steps_histogram(requests), metrics.cap_share(requests)
-        colours = ["#D55E00" if s == identity(requests[0])["steps"] else PALETTE[0] for s in found]
+        capped = identity(requests[0])["steps"] if share else None
+        colours = ["#D55E00" if s == capped else PALETTE[0] for s in found]
         axis.bar(list(found), list(found.values()), color=colours, width=0.8)
         axis.set(xlabel="steps used", ylabel="canvases")
         axis.text(0.98, 0.95, f"{100 * (share or 0):.0f} % at the cap", transform=axis.transAxes, ha="right", va="top")

@@ -119,7 +119,8 @@ class Scorer:
         before, after = list(prompt), list(request.tokens)
         if self.loaded is not None and not self.same:
             ours, theirs = self.denoiser.tokenizer, self.loaded.tokenizer
-            before, after = theirs.encode(ours.decode(before)), theirs.encode(ours.decode(after))
+            lead = len(theirs.encode(""))  # special tokens that every text begins with: not in its middle
+            before, after = theirs.encode(ours.decode(before)), theirs.encode(ours.decode(after))[lead:]
         if not before or not after:
             return replace(request, scorer=self.name)
         nll = self._nll(before, after)

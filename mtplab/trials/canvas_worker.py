@@ -53,15 +53,17 @@ def prepare(spec: dict[str, Any]) -> None:
     denoiser = load(plan)
     sessions = {arm: Session(denoiser, plan.asked(arm)) for arm in plan.arms}
     _refuse_equals(sessions)
-    longest = max(s.policy.canvas for s in sessions.values())
-    check_room(1, plan.max_tokens, longest, denoiser.context)
+    # Whole canvases: the longest one does not always need the most positions.
+    room = max(-(-plan.max_tokens // s.policy.canvas) * s.policy.canvas for s in sessions.values())
+    for s in sessions.values():
+        check_room(1, plan.max_tokens, s.policy.canvas, denoiser.context)
     worker.say({"stage": "cutting prompts"})
     prompts, notices = corpus.load_corpora(
         plan.corpora,
         denoiser.tokenizer,
         prompts=plan.prompts,
         prompt_tokens=plan.prompt_tokens,
-        room=-(-plan.max_tokens // longest) * longest,
+        room=room,
         context=denoiser.context,
     )
     worker.say({"stage": "trying every arm"})

@@ -145,6 +145,11 @@ def test_one_burst_has_no_speed(r):
     assert m.tok_s([r]) is None
 
 
+def test_tok_s_of_several_rounds_is_not_moved_by_one_slow_one():
+    rounds = [plain(4, pass_ms=t) for t in (4, 5, 90)] + [plain(4, id="b", pass_ms=t) for t in (10, 80, 10)]
+    assert m.tok_s(rounds) == pytest.approx(8e3 / (4 * 5 + 4 * 10))
+
+
 def test_ratios_are_paired_by_prompt_and_take_the_median_round():
     base = [plain(4, id="a", pass_ms=t) for t in (8, 9, 100)] + [plain(4, id="b", pass_ms=4), plain(4, id="c")]
     arm = [plain(4, id="a", pass_ms=1), plain(4, id="b", pass_ms=4), plain(4, id="d")]

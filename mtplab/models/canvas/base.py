@@ -82,8 +82,15 @@ class Denoiser(ABC):
         return self.canvas
 
     @abstractmethod
-    def prefill(self, tokens: Sequence[int], cache: CanvasCache, step: int = 512) -> None:
-        """Write the prompt in chunks of `step` tokens, each evaluated. Raises RequestError for unknown ids."""
+    def prefill(self, tokens: Sequence[int], cache: CanvasCache, step: int = 512) -> int:
+        """Write the prompt in chunks of `chunk(step)` tokens, each evaluated; returns the passes that took.
+
+        Raises RequestError for unknown ids.
+        """
+
+    def chunk(self, step: int) -> int:
+        """The chunk that prefill really uses where `step` is asked for."""
+        return step
 
     @abstractmethod
     def denoise(self, canvas: mx.array, conditioning: mx.array | None, cache: CanvasCache) -> mx.array:
@@ -93,8 +100,11 @@ class Denoiser(ABC):
         """
 
     @abstractmethod
-    def commit(self, tokens: Sequence[int], cache: CanvasCache) -> None:
-        """Write a finished canvas, all of it or its valid tokens. Not evaluated: see `CanvasCache.arrays`."""
+    def commit(self, tokens: Sequence[int], cache: CanvasCache) -> bool:
+        """Write a finished canvas, all of it or its valid tokens. Not evaluated: see `CanvasCache.arrays`.
+
+        Returns whether a pass of the model was needed.
+        """
 
     @abstractmethod
     def encoder_logits(self, tokens: Sequence[int]) -> mx.array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ KEYS: dict[str, tuple[tuple[str, ...], type, float]] = {
 }
 
 
+POSITIVE = ("t_min", "t_max", "confidence_threshold")  # above their least value, too
+
+
 def read_defaults(folder: Path, config: dict[str, Any], canvas: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Values and sources, only of what the checkpoint says. Raises ModelError for a value of the wrong kind."""
     key = "canvas_length" if config.get("canvas_length") else "block_length"
@@ -35,9 +39,12 @@ def read_defaults(folder: Path, config: dict[str, Any], canvas: int) -> tuple[di
         if value is None:
             continue
         # bool is an int to Python, and here a mistake.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value < least:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or kind(value) != value or value < least or (value == 0 and name in POSITIVE):
             raise ModelError(
                 f"{FILE} has {'.'.join(route)} = {value!r}; it must be a {kind.__name__} of at least {least:g}"
             )
         values[name], sources[name] = kind(value), f"{FILE}: {'.'.join(route)}"
+    if values.get("t_min", 0.0) > values.get("t_max", math.inf):
+        raise ModelError(f"{FILE} has t_min {values['t_min']} above t_max {values['t_max']}")
     return values, sources

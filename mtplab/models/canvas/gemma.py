@@ -212,15 +212,17 @@ class GemmaDenoiser(Denoiser):
         self.context = self.args.max_position_embeddings
         self.facts = {"layers": list(self.args.layer_types), "window": self.args.sliding_window}
 
-    def prefill(self, tokens: Sequence[int], cache: CanvasCache, step: int = 512) -> None:
+    def prefill(self, tokens: Sequence[int], cache: CanvasCache, step: int = 512) -> int:
         self.check_ids(tokens)
         for at in range(0, len(tokens), step):
             self._encode(tokens[at : at + step], cache)
             mx.eval(cache.arrays())
+        return -(-len(tokens) // step)
 
-    def commit(self, tokens: Sequence[int], cache: CanvasCache) -> None:
+    def commit(self, tokens: Sequence[int], cache: CanvasCache) -> bool:
         self.check_ids(tokens)
         self._encode(tokens, cache)
+        return True
 
     def _encode(self, tokens: Sequence[int], cache: CanvasCache) -> mx.array:
         x = self.model.embed(mx.array(list(tokens)))

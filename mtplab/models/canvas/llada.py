@@ -173,25 +173,31 @@ class LladaDenoiser(Denoiser):
     def room(self, cache: CanvasCache) -> int:
         return self.canvas - len(cache.tail)
 
-    def prefill(self, tokens: Sequence[int], cache: CanvasCache, step: int = 512) -> None:
+    def prefill(self, tokens: Sequence[int], cache: CanvasCache, step: int = 512) -> int:
         self.check_ids(tokens)
-        step = max(step // self.canvas, 1) * self.canvas
+        step, passes = self.chunk(step), 0
         for at in range(0, len(tokens), step):
-            self._write(tokens[at : at + step], cache)
+            passes += self._write(tokens[at : at + step], cache)
             mx.eval(cache.arrays())
+        return passes
 
-    def commit(self, tokens: Sequence[int], cache: CanvasCache) -> None:
+    def chunk(self, step: int) -> int:
+        """Whole blocks."""
+        return max(step // self.canvas, 1) * self.canvas
+
+    def commit(self, tokens: Sequence[int], cache: CanvasCache) -> bool:
         self.check_ids(tokens)
-        self._write(tokens, cache)
+        return self._write(tokens, cache)
 
-    def _write(self, tokens: Sequence[int], cache: CanvasCache) -> None:
-        """Run and keep the whole blocks of tail ++ tokens; the rest becomes the tail."""
+    def _write(self, tokens: Sequence[int], cache: CanvasCache) -> bool:
+        """Run and keep the whole blocks of tail ++ tokens; the rest becomes the tail. Was there a block to run?"""
         given = (*cache.tail, *tokens)
         whole = len(given) // self.canvas * self.canvas
         if whole:
             _, kept = self.model.run(given[:whole], cache.layers, cache.length)
             cache.write(kept, whole)
         cache.tail = given[whole:]
+        return bool(whole)
 
     def denoise(self, canvas: mx.array, conditioning: mx.array | None, cache: CanvasCache) -> mx.array:
         """As `Denoiser.denoise`. The mask's own logit is -inf: a mask is no answer."""
