@@ -146,16 +146,18 @@ class AdaptiveDepth:
     With c_i the probability that draft i stands given that those before it stood, depth d commits
     E(d) = 1 + sum over i <= d of c_1 ... c_i tokens per pass and costs T(d) (`PassCosts`). The policy takes the d with
     the largest E(d)/T(d), and leaves its present depth only for a gain above `HYSTERESIS`. c_i are exponentially
-    forgotten counts, which begin with a little of what the text before brought; what they do not tell is taken from
-    the draft before, c_(i-1). A depth that is not being tried teaches nothing, so a deeper one is probed for `PROBE`
-    passes, after a gap that doubles each time the probe changes nothing, and only if it could pay with the doubt about
-    c_i on its side. A depth whose cost was never measured is visited, `PROBE` passes long, as soon as another one has
-    been. Depth 0 is a depth like any other.
+    forgotten counts, which begin with a little of what the text before brought. What they do not tell is taken from
+    the draft before, c_(i-1), and hoped for: only drafting brings evidence, and a text may be over before a probe. A
+    depth that is not being tried teaches nothing, so a deeper one is probed for `PROBE` passes, after a gap that
+    doubles each time the probe changes nothing, and only if it could pay with the doubt about c_i on its side. A depth
+    whose cost was never measured is visited, `PROBE` passes long, as soon as another one has been. Depth 0 is a depth
+    like any other.
     """
 
     DECAY = 0.98  # forgetting per look at a draft
     PRIOR, PRIOR_WEIGHT, DEEPER_WEIGHT = 0.6, 1.0, 4.0  # in looks
     CARRIED = 16.0  # looks at the text before that still count at the start of the next
+    FRESH, FRESH_LOOKS = 2.0, 8.0  # looks, all accepted, that no evidence counts as; gone after so many real ones
     DOUBT, IDLE = 1.0, 32  # looks, all accepted, that a probe is granted; one more for so many passes without a look
     HYSTERESIS = 0.03
     PROBE, GAP, MAX_GAP = 3, 16, 128
@@ -184,10 +186,11 @@ class AdaptiveDepth:
         self.visits: Counter[int] = Counter()
 
     def conditional(self, *, hopeful: bool = False) -> list[float]:
-        """c_i; `hopeful`: with the doubt about each on its side."""
+        """c_i; `hopeful`: with the doubt about each on its side, as for a probe."""
         out, before, weight = [], self.PRIOR, self.PRIOR_WEIGHT
         for hits, tries, idle in zip(self.hits, self.tries, self.idle, strict=True):
-            doubt = self.DOUBT + idle / self.IDLE if hopeful else 0.0
+            doubt = self.FRESH * max(0.0, 1.0 - tries / self.FRESH_LOOKS)
+            doubt += self.DOUBT + idle / self.IDLE if hopeful else 0.0
             before = (hits + weight * before + doubt) / (tries + weight + doubt)
             weight = self.DEEPER_WEIGHT
             out.append(before)

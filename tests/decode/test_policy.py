@@ -93,6 +93,19 @@ def test_a_run_of_overlapping_steps_is_timed_as_a_whole():
     assert ratio(policy, 1, 0) == pytest.approx(COSTS[1] / 100, rel=0.02)
 
 
+def test_it_begins_by_drafting_where_that_can_pay():
+    """With its costs known and no text seen, sitting at depth 0 would teach nothing for a whole gap."""
+    costs = {0: 100.0, 1: 160.0, 2: 210.0, 3: 227.0}
+    policy = AdaptiveDepth(3, costs)
+    simulate(policy, (0.9, 0.9, 0.9), 40, costs)
+    fresh = AdaptiveDepth(3, costs)
+    fresh.costs = policy.costs
+    assert [r.depth for r in simulate(fresh, (0.9, 0.9, 0.9), 12, costs, seed=1)].count(3) >= 10
+    hopeless = AdaptiveDepth(3, costs)
+    hopeless.costs = policy.costs
+    assert [r.depth for r in simulate(hopeless, (0.05, 0.05, 0.05), 60, costs, seed=1)].count(0) >= 52
+
+
 def test_short_texts_lose_little():
     """64 tokens a text: what the last text taught is where the next one starts."""
     for chances in ((0.25, 0.2, 0.2), (0.8, 0.8, 0.8)):
