@@ -170,8 +170,9 @@ def test_a_fixed_cache_masks_as_the_growing_one_does():
 
 
 def test_a_cache_without_a_fixed_form_is_refused(load):
+    loaded = load("llama", build={"head_dim": 32}, kv_bits=8, kv_group_size=32)
     with pytest.raises(RequestError, match="no form for QuantizedKVCache"):
-        Session(load("llama", build={"head_dim": 32}, kv_bits=8, kv_group_size=32), parse_arm("baseline"), verify="fixed")
+        Session(loaded, parse_arm("baseline"), verify="fixed")
 
 
 @pytest.mark.parametrize("mode", ["batched", "rowwise", "fixed", "serial"])
