@@ -8,9 +8,7 @@ it appears by one rename.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from mtplab.errors import ModelError, RequestError
 from mtplab.models.target import Target
 from mtplab.train.plan import HeadPlan
 from mtplab.train.texts import Start, Texts
-from mtplab.trials.files import explained, sync_folder
+from mtplab.trials.files import whole
 
 TOP = 8  # likeliest ids kept per position
 BLOCK = 384  # positions fed at once while all rows are given: their logits are the largest array here
@@ -76,19 +74,8 @@ def _whole(path: Path, count: int) -> bool:
 
 def save(path: Path, rows: np.ndarray) -> None:
     """Write an array whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with explained(path):
-            with open(temporary, "wb") as file:
-                np.save(file, rows, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with whole(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, rows, allow_pickle=False)
 
 
 def open_rows(path: Path, plan: HeadPlan, hidden: int) -> np.ndarray:

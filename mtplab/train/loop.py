@@ -8,10 +8,8 @@ that was stopped and resumed makes the same head as one that was not, if its bud
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from mtplab.models.target import Target
 from mtplab.train import chain
 from mtplab.train.collect import HELD_OUT, Rows, open_rows
 from mtplab.train.plan import HeadPlan
-from mtplab.trials.files import dumps, explained, sync_folder, write_text
+from mtplab.trials.files import dumps, whole, write_text
 
 WARM_UP, COOL_DOWN, CLIP = 40, 0.3, 1.0
 CURVE_POINTS = 10
@@ -234,13 +232,5 @@ def _row(head: Head, target: Target, row: np.void, depth: int, stride: int) -> l
 
 def write_arrays(path: Path, arrays: dict[str, mx.array], about: dict[str, str]) -> None:
     """A safetensors file, whole or not at all."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.safetensors")
-    try:
-        with explained(path):
-            mx.save_safetensors(str(temporary), arrays, about)
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with whole(path, suffix=".safetensors") as temporary:
+        mx.save_safetensors(str(temporary), arrays, about)

@@ -54,14 +54,17 @@ def sentence(error: OSError, path: Path | str) -> str:
     return f"cannot write {path}: {error.strerror or error}; choose another --out"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically. On any failure the old file stays and no temporary is left."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+@contextmanager
+def whole(path: Path, suffix: str = "") -> Iterator[Path]:
+    """Write a file atomically: the body writes to the path it is given, which then takes the place of `path`.
+
+    On any failure the old file stays and no temporary is left. `suffix`: for writers that look at the name.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp{suffix}")
     try:
         with explained(path):
-            with open(temporary, "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-                file.flush()
+            yield temporary
+            with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             sync_folder(path.parent)
@@ -69,6 +72,12 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text atomically, see `whole`."""
+    with whole(path) as temporary, open(temporary, "w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mtplab.decode.drafters.base import Draft
-from mtplab.decode.selection import Draws, greedy, probs
+from mtplab.decode.drafters.base import Draft, propose
+from mtplab.decode.selection import Draws
 from mtplab.decode.settings import Settings
 from mtplab.errors import RequestError
-from mtplab.kernels.accept import draw
 from mtplab.models.assistant import Assistant
 from mtplab.models.cache import Cache
 
@@ -39,16 +38,10 @@ class AssistantDrafter:
         picked, dists = [], []
         for d in range(k):
             hidden, logits = self.assistant.step(token, hidden, shared, at)
-            token, p = self._pick(logits, position + d)
+            token, p = propose(logits, self.settings, self.draws, position + d, sampled=self.sampled)
             picked.append(token)
             dists.append(p)
         return Draft(mx.concatenate(picked), mx.concatenate(dists) if self.sampled else None)
-
-    def _pick(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array | None]:
-        if not self.sampled:
-            return greedy(logits), None
-        p = probs(logits, self.settings)
-        return draw(p[0], self.draws.uniform(position, "draft")), p
 
     def observe(self, tokens: Sequence[int], hidden: mx.array | None, accepted: int) -> None:
         if hidden is None:

@@ -8,6 +8,10 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from mtplab.decode.selection import Draws, greedy, probs
+from mtplab.decode.settings import Settings
+from mtplab.kernels.accept import draw
+
 
 @dataclass(slots=True)
 class Draft:
@@ -22,6 +26,17 @@ class Draft:
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+
+def propose(
+    logits: mx.array, settings: Settings, draws: Draws, position: int, *, sampled: bool
+) -> tuple[mx.array, mx.array | None]:
+    """The draft for output position `position` and what it was drawn from. logits: [1, V] -> [1], and [1, V] or None
+    for a point draft, the first choice."""
+    if not sampled:
+        return greedy(logits), None
+    p = probs(logits, settings)
+    return draw(p[0], draws.uniform(position, "draft")), p
 
 
 class Drafter(Protocol):

@@ -12,11 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mtplab.decode.drafters.base import Draft
-from mtplab.decode.selection import Draws, greedy, probs
+from mtplab.decode.drafters.base import Draft, propose
+from mtplab.decode.selection import Draws
 from mtplab.decode.settings import Settings
 from mtplab.errors import RequestError
-from mtplab.kernels.accept import draw
 from mtplab.models.heads import Head
 
 HISTORIES = ("verified", "drafted", "none")
@@ -86,19 +85,14 @@ class MTPDrafter:
             self.head.rows(tokens, hidden, self.cache, depth=i + 1)
         state, picked, dists = state[-1:], [], []
         for d in range(1, k + 1):
-            token, p = self._pick(self.head.logits(normed[-1:], d), position + d - 1)
+            logits = self.head.logits(normed[-1:], d)
+            token, p = propose(logits, self.settings, self.draws, position + d - 1, sampled=self.sampled)
             picked.append(token)
             dists.append(p)
             if d < k:
                 state, normed = self.head.rows(token, state, self.cache, depth=d + 1)
         self.chained = k - 1
         return Draft(mx.concatenate(picked), mx.concatenate(dists) if self.sampled else None)
-
-    def _pick(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array | None]:
-        if not self.sampled:
-            return greedy(logits), None
-        p = probs(logits, self.settings)
-        return draw(p[0], self.draws.uniform(position, "draft")), p
 
     def observe(self, tokens: Sequence[int], hidden: mx.array | None, accepted: int) -> None:
         if hidden is None:
