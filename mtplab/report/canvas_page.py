@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtplab.errors import RequestError
-from mtplab.report import page as shared
+from mtplab.report import html
 from mtplab.report.canvas_results import COLUMNS, CanvasResults, sentences
-from mtplab.report.page import NAME, POLICY, TAIL, esc
-from mtplab.report.render import flatten
-from mtplab.report.style import CSS
+from mtplab.report.html import NAME, esc, section
+from mtplab.report.page import TAIL, table
 from mtplab.trials.files import write_text
 
 CAPTIONS = {
@@ -45,59 +43,32 @@ def page(results: CanvasResults) -> str:
     claims = "".join(f"<li>{esc(s)}</li>" for s in sentences(results))
     parts = [
         _header(results),
-        _section("What it shows", f"<ul class=claims>{claims}</ul>" if claims else "<p>No trial is complete yet.</p>"),
-        _section("Steps compared", shared._table(COLUMNS, results.rows) if results.rows else ""),
+        section("What it shows", f"<ul class=claims>{claims}</ul>" if claims else "<p>No trial is complete yet.</p>"),
+        section("Steps compared", table(COLUMNS, results.rows) if results.rows else ""),
         *_plots(results),
-        _section("Texts", _samples(results)),
-        _section("What to know before believing it", _warnings(results)),
-        _section("Words", "<dl class=words>" + "".join(_word(k, v) for k, v in WORDS.items()) + "</dl>"),
-        _section("Settings and machine", _settings(results)),
+        section("Texts", _samples(results)),
+        section("What to know before believing it", _warnings(results)),
+        section("Words", html.words(WORDS)),
+        section("Settings and machine", _settings(results)),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{esc(results.run)} - mtplab</title><style>{CSS}</style></head>\n<body><main>\n"
-        + "\n".join(p for p in parts if p)
-        + "\n</main></body></html>\n"
-    )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{esc(title)}</h2>{body}</section>" if body else ""
-
-
-def _word(key: str, meaning: str) -> str:
-    return f"<dt>{esc(key)}</dt><dd>{esc(meaning)}</dd>"
+    return html.document(results.run, parts)
 
 
 def _header(results: CanvasResults) -> str:
     plan, manifest = results.store.plan, results.store.manifest
-    machine, blas = manifest.get("machine") or {}, manifest.get("blas") or {}
-    facts = {
-        "model": (manifest.get("model") or {}).get("model", plan.model),
-        "machine": f"{machine.get('cpu') or 'unknown processor'}, {machine.get('cores')} cores, {machine.get('os')}",
-        "device": f"{machine.get('device')}, {blas.get('name') or 'no BLAS'} ({blas.get('threads')} thread)",
+    facts = html.machine_facts(manifest, plan.model) | {
         "plan": f"{len(plan.arms)} arms x {plan.seeds} seeds, {plan.prompts} prompts per text, "
         f"{plan.prompt_tokens} tokens in, {plan.max_tokens} out",
         "trials": f"{len(results.trials)} stored, {len(results.failed)} failed, each in a fresh process",
-        "made": f"{manifest.get('created')} with mtplab {manifest.get('mtplab')}, mlx {machine.get('mlx')}",
+        "made": html.made_by(manifest),
     }
-    rows = "".join(_word(k, str(v)) for k, v in facts.items())
-    return f"<header><p class=kind>mtplab denoise</p><h1>{esc(results.run)}</h1><dl>{rows}</dl></header>"
+    return html.header("mtplab denoise", results.run, facts)
 
 
 def _plots(results: CanvasResults) -> list[str]:
     from mtplab.report import canvas_plots
 
-    try:
-        drawn = canvas_plots.all_plots(results)
-    except RequestError as error:
-        return [_section("Plots", f"<p class=note>{esc(error)}</p>")]
-    return [
-        _section(title, f"<figure>{svg}<figcaption>{esc(CAPTIONS[title])}</figcaption></figure>")
-        for title, svg in drawn.items()
-    ]
+    return html.figures(lambda: canvas_plots.all_plots(results), CAPTIONS.__getitem__)
 
 
 def _samples(results: CanvasResults) -> str:
@@ -127,11 +98,7 @@ def _warnings(results: CanvasResults) -> str:
     items = [*map(str, results.store.manifest.get("notices") or [])]
     notes = {r[k].get("note") for r in results.rows for k in ("nll", "distinct_2")} - {None}
     items += [f"intervals: {n}" for n in sorted(notes)]
-    disturbed = [t.trial.name for t in results.trials if (t.done.get("load") or {}).get("disturbed")]
-    if disturbed:
-        items.append(f"{len(disturbed)} trials ran while other processes were busy: {', '.join(disturbed)}")
-    items += [f"failed and in no row: {f['trial']}: {f['reason']}" for f in results.failed]
-    return "<ul>" + "".join(f"<li>{esc(i)}</li>" for i in items) + "</ul>" if items else ""
+    return html.bullets(items + html.disturbed(results.trials, results.failed))
 
 
 def _settings(results: CanvasResults) -> str:
@@ -142,10 +109,4 @@ def _settings(results: CanvasResults) -> str:
         "model": manifest.get("model"),
         "machine": manifest.get("machine"),
     }
-    blocks = []
-    for title, value in shown.items():
-        rows = "".join(f"<tr><td class=l>{esc(k)}</td><td class=l>{esc(v)}</td></tr>" for k, v in flatten(value or {}))
-        blocks.append(
-            f"<details><summary>{esc(title)}</summary><div class=scroll><table>{rows}</table></div></details>"
-        )
-    return "".join(blocks)
+    return html.settings(shown)

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtplab.errors import RequestError
 from mtplab.report import divergence as words
-from mtplab.report.page import NAME, POLICY, esc
+from mtplab.report import html
+from mtplab.report.html import NAME, esc, section
 from mtplab.report.plots import PALETTE, drawing, name, svg
-from mtplab.report.style import CSS
 from mtplab.report.tables import Column
 from mtplab.trials.files import write_text
 
@@ -52,7 +51,7 @@ def page(found: Found) -> str:
     """The whole document; everything that comes from files is escaped."""
     model = (found.get("model") or {}).get("model", "model")
     parts = [
-        f"<header><p class=kind>mtplab diverge</p><h1>{esc(model)}: {esc(found['verdict'])}</h1></header>",
+        html.header("mtplab diverge", f"{model}: {found['verdict']}", {}),
         section(words.MEANING[found["verdict"]], _claims(found)),
         section("Arms", _table(words.ARMS, found["arms"])),
         *_plots(found),
@@ -60,18 +59,7 @@ def page(found: Found) -> str:
         section("Divergences", _divergences(found)),
         section("How far it looked", "".join(f"<p>{esc(t)}</p>" for t in words.bounds(found))),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{esc(model)} diverge - mtplab</title><style>{CSS}</style></head>\n<body><main>\n"
-        + "\n".join(p for p in parts if p)
-        + "\n</main></body></html>\n"
-    )
-
-
-def section(title: str, body: str) -> str:
-    return f"<section><h2>{esc(title)}</h2>{body}</section>" if body else ""
+    return html.document(f"{model} diverge", parts)
 
 
 def _claims(found: Found) -> str:
@@ -96,15 +84,10 @@ def _divergences(found: Found) -> str:
 
 
 def _plots(found: Found) -> list[str]:
-    try:
-        drawn = {"Margins and noise": margins(found), "Growth by layer": growth(found), "Survival": survival(found)}
-    except RequestError as error:
-        return [section("Plots", f"<p class=note>{esc(error)}</p>")]
-    return [
-        section(title, f"<figure>{text}<figcaption>{esc(CAPTIONS[title.split()[0]])}</figcaption></figure>")
-        for title, text in drawn.items()
-        if text is not None
-    ]
+    def drawn() -> dict[str, str | None]:
+        return {"Margins and noise": margins(found), "Growth by layer": growth(found), "Survival": survival(found)}
+
+    return html.figures(drawn, lambda title: CAPTIONS[title.split()[0]])
 
 
 def margins(found: Found) -> str | None:

@@ -1,32 +1,22 @@
-"""ONE self-contained HTML page from a run folder: no script, no network, every name and text escaped.
-
-Model names, prompts and outputs come from anywhere: nothing of them reaches the page except through `esc`.
-"""
+"""The page of a `sweep` run folder: see `html` for what every page promises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from mtplab.errors import RequestError
 from mtplab.records.types import Request
-from mtplab.report import tables
+from mtplab.report import html, tables
 from mtplab.report.conclusions import conclusions
+from mtplab.report.html import NAME, esc, section
 from mtplab.report.results import Results
 from mtplab.report.roles import ROLES, request_roles
-from mtplab.report.style import CSS, WORDS
+from mtplab.report.style import WORDS
 from mtplab.trials.files import write_text
 
-NAME = "page.html"
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 TAIL = 240  # characters of a prompt shown before its continuation
 SAMPLES = 2  # texts per corpus and mode
-
-
-def esc(value: Any) -> str:
-    return escape(str(value), quote=True)
 
 
 def write(results: Results) -> Path:
@@ -40,44 +30,27 @@ def page(results: Results) -> str:
     """The whole document."""
     parts = [
         _header(results),
-        _section("What it shows", _conclusions(results)),
-        *(_section(*part) for part in _tables(results)),
+        section("What it shows", _conclusions(results)),
+        *(section(*part) for part in _tables(results)),
         *_plots(results),
-        _section("Texts", _samples(results)),
-        _section("What to know before believing it", _warnings(results)),
-        _section("Trials", _trials(results)),
-        _section("Words", _words()),
-        _section("Settings and machine", _settings(results)),
+        section("Texts", _samples(results)),
+        section("What to know before believing it", _warnings(results)),
+        section("Trials", _trials(results)),
+        section("Words", html.words(WORDS)),
+        section("Settings and machine", _settings(results)),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{esc(results.run)} - mtplab</title><style>{CSS}</style></head>\n<body><main>\n"
-        + "\n".join(p for p in parts if p)
-        + "\n</main></body></html>\n"
-    )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{esc(title)}</h2>{body}</section>" if body else ""
+    return html.document(results.run, parts)
 
 
 def _header(results: Results) -> str:
     plan, manifest = results.store.plan, results.store.manifest
-    machine, blas = manifest.get("machine") or {}, manifest.get("blas") or {}
-    trials = len(results.trials)
-    facts = {
-        "model": (manifest.get("model") or {}).get("model", plan.model),
-        "machine": f"{machine.get('cpu') or 'unknown processor'}, {machine.get('cores')} cores, {machine.get('os')}",
-        "device": f"{machine.get('device')}, {blas.get('name') or 'no BLAS'} ({blas.get('threads')} thread)",
+    facts = html.machine_facts(manifest, plan.model) | {
         "plan": f"{len(plan.arms)} arms x {plan.rounds} rounds, {plan.prompts} prompts per text, "
         f"{plan.prompt_tokens} tokens in, {plan.max_tokens} out",
-        "trials": f"{trials} stored, {len(results.failed)} failed, each in a fresh process",
-        "made": f"{manifest.get('created')} with mtplab {manifest.get('mtplab')}, mlx {machine.get('mlx')}",
+        "trials": f"{len(results.trials)} stored, {len(results.failed)} failed, each in a fresh process",
+        "made": html.made_by(manifest),
     }
-    rows = "".join(f"<dt>{esc(k)}</dt><dd>{esc(v)}</dd>" for k, v in facts.items())
-    return f"<header><p class=kind>mtplab sweep</p><h1>{esc(results.run)}</h1><dl>{rows}</dl></header>"
+    return html.header("mtplab sweep", results.run, facts)
 
 
 def _conclusions(results: Results) -> str:
@@ -93,13 +66,13 @@ def _tables(results: Results) -> Iterable[tuple[str, str]]:
         rows = [r for r in results.rows if r["mode"] == mode]
         if rows:
             columns = tables.GREEDY if mode == "greedy" else tables.SWEEP
-            yield tables.heading(results, mode), _table(columns, rows)
+            yield tables.heading(results, mode), table(columns, rows)
 
 
 VERDICTS = {"faster": "up", "slower": "down"}
 
 
-def _table(columns: Sequence[tables.Column], rows: Sequence[Mapping[str, Any]]) -> str:
+def table(columns: Sequence[tables.Column], rows: Sequence[Mapping[str, Any]]) -> str:
     head = "".join(f"<th{'' if c.right else ' class=l'}>{esc(c.title)}</th>" for c in columns)
     body, before = [], None
     for row in rows:
@@ -129,11 +102,7 @@ def _plots(results: Results) -> list[str]:
 
     if not results.rows:
         return []
-    try:
-        drawn = plots.all_plots(results)
-    except RequestError as error:
-        return [_section("Plots", f"<p class=note>{esc(error)}</p>")]
-    return [_section(title, f"<figure>{svg}{_caption(title)}</figure>") for title, svg in drawn.items()]
+    return html.figures(lambda: plots.all_plots(results), lambda title: CAPTIONS.get(title.split()[0], ""))
 
 
 CAPTIONS = {
@@ -143,10 +112,6 @@ CAPTIONS = {
     "i given that all before were; it rises by survivorship alone.",
     "Depth": "One line a prompt, first round. Light grey is depth 0: the controller stopped drafting.",
 }
-
-
-def _caption(title: str) -> str:
-    return f"<figcaption>{esc(CAPTIONS.get(title.split()[0], ''))}</figcaption>"
 
 
 def _samples(results: Results) -> str:
@@ -197,17 +162,13 @@ def _warnings(results: Results) -> str:
     items += [f"intervals: {n}" for n in sorted(notes)]
     if blind := [t.trial.name for t in results.trials if (t.done.get("load") or {}).get("alive") is not True]:
         items.append(f"the load of the machine could not be sampled in {len(blind)} of {len(results.trials)} trials")
-    disturbed = [t.trial.name for t in results.trials if (t.done.get("load") or {}).get("disturbed")]
-    if disturbed:
-        items.append(f"{len(disturbed)} trials ran while other processes were busy: {', '.join(disturbed)}")
-    items += [f"failed and in no row: {f['trial']}: {f['reason']}" for f in results.failed]
-    return "<ul>" + "".join(f"<li>{esc(i)}</li>" for i in items) + "</ul>" if items else ""
+    return html.bullets(items + html.disturbed(results.trials, results.failed))
 
 
 def _trials(results: Results) -> str:
     """What each process says of itself, in the order they ran."""
     rows = [{"trial": t.trial.name, **t.done, **(t.done.get("load") or {})} for t in results.trials]
-    return f"<details><summary>{len(rows)} trials</summary>{_table(TRIALS, rows)}</details>" if rows else ""
+    return f"<details><summary>{len(rows)} trials</summary>{table(TRIALS, rows)}</details>" if rows else ""
 
 
 def _share(key: str) -> Callable[[Mapping[str, Any]], str]:
@@ -229,24 +190,7 @@ TRIALS = (
 )
 
 
-def _words() -> str:
-    return "<dl class=words>" + "".join(f"<dt>{esc(k)}</dt><dd>{esc(v)}</dd>" for k, v in WORDS.items()) + "</dl>"
-
-
 def _settings(results: Results) -> str:
-    from mtplab.report.render import flatten
-
     manifest = results.store.manifest
-    shown = {
-        "plan": results.store.plan.to_json(),
-        "model": manifest.get("model"),
-        "machine": manifest.get("machine"),
-        "costs": results.store.costs,
-    }
-    blocks = []
-    for title, value in shown.items():
-        rows = "".join(f"<tr><td class=l>{esc(k)}</td><td class=l>{esc(v)}</td></tr>" for k, v in flatten(value or {}))
-        blocks.append(
-            f"<details><summary>{esc(title)}</summary><div class=scroll><table>{rows}</table></div></details>"
-        )
-    return "".join(blocks)
+    shown = {"plan": results.store.plan.to_json(), "model": manifest.get("model"), "machine": manifest.get("machine")}
+    return html.settings(shown | {"costs": results.store.costs})
