@@ -79,3 +79,20 @@ def write(folder: Path, settings: dict[str, Any], weights: dict[str, mx.array], 
 def build(folder: Path, kind: str, seed: int = 0, text: dict[str, Any] | None = None, **changes: Any) -> Path:
     settings = config(kind, text, **changes)
     return write(folder, settings, file_names(random_weights(settings, seed)))
+
+
+def damp(model, generator, *, embedding: float) -> None:
+    """Random weights for a torch model of the format, with damped post-norms: rounding must not grow by the layer."""
+    import torch
+
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            noise = torch.randn(p.shape, generator=generator)
+            if "embed_tokens.weight" in name:
+                p.copy_(noise * embedding)
+            elif name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+                p.copy_(0.3 + 0.05 * noise)
+            elif "norm" in name or ("scal" in name and "embed" not in name):
+                p.copy_(1 + 0.1 * noise)
+            elif p.ndim > 1:
+                p.copy_(noise * p.shape[-1] ** -0.5)

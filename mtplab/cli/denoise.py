@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli.generate import COLOURS, encode, read_prompt
+from mtplab.cli.generate import COLOURS, encode, read_prompt, show_record
 from mtplab.cli.options import Output, Quiet, check_format, out, tell
 from mtplab.cli.sweep import RUNS, _names, _option, _stamp
 from mtplab.errors import RequestError, TrialsFailed
@@ -203,22 +203,11 @@ def stream(session: Any, tokens: list[int], settings: Any, output: str, *, drawi
             if canvas is not None:
                 sys.stderr.write(canvas.frame(record) if hasattr(record, "held") else canvas.wipe())
                 sys.stderr.flush()
-            _show(record, painter.feed(record), output)
+            show_record(record, painter.feed(record), output)
     if records:
         _end(session, records, painter.text, settings, output)
     if not records or not getattr(records[-1], "cut", None):
         raise KeyboardInterrupt
-
-
-def _show(record: Any, text: str, output: str) -> None:
-    from dataclasses import asdict
-
-    from mtplab.trials.files import dumps
-
-    if output == "table" and text:
-        out(text)
-    elif output == "jsonl":
-        out(dumps({"record": type(record).__name__.lower(), "text": text, **asdict(record)}) + "\n")
 
 
 def _end(session: Any, records: list[Any], text: str, settings: Any, output: str) -> None:

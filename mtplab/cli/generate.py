@@ -180,14 +180,15 @@ def stream(session: Any, tokens: list[int], settings: Any, output: str, *, colou
     with suppress(KeyboardInterrupt):
         for record in session.run(tokens, request=0, settings=settings):
             records.append(record)
-            _show(record, painter.feed(record), output)
+            show_record(record, painter.feed(record), output)
     if records:
         _finish(records, painter.text, settings.effective() | session.effective, output)
     if not records or not records[-1].cut:
         raise KeyboardInterrupt
 
 
-def _show(record: Any, text: str, output: str) -> None:
+def show_record(record: Any, text: str, output: str) -> None:
+    """One record as it comes: its text, or its JSON line."""
     from dataclasses import asdict
 
     from mtplab.trials.files import dumps

@@ -26,18 +26,6 @@ ALL = list(families.FAMILIES)
 MAX_SECONDS, MAX_GROWTH = 5.0, 200 << 20
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    root, built = tmp_path_factory.mktemp("published"), {}
-
-    def get(family):
-        if family not in built:
-            built[family] = published.build(family, root / family)
-        return built[family]
-
-    return get
-
-
 def refused(folder, *parts, **options):
     with pytest.raises(ModelError) as caught:
         load_target(folder, **options)

@@ -26,19 +26,6 @@ ALL = list(families.FAMILIES)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """`made(family)` -> the published checkpoint with its torch models, built once."""
-    root, built = tmp_path_factory.mktemp("published"), {}
-
-    def get(family):
-        if family not in built:
-            built[family] = published.build(family, root / family)
-        return built[family]
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def loaded(made):
     opened = {}
 

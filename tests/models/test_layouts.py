@@ -20,18 +20,6 @@ from mtplab.models.loader import load_target
 TOKENS = [3, 1, 4, 1, 5, 9]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    root, built = tmp_path_factory.mktemp("published"), {}
-
-    def get(family):
-        if family not in built:
-            built[family] = published.build(family, root / family)
-        return built[family]
-
-    return get
-
-
 def logits(folder, **options):
     """Trunk logits and head logits at depth 1 and 2, as one array."""
     one = load_target(folder, **options)

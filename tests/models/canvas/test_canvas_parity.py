@@ -45,17 +45,7 @@ def build(folder, text, seed):
         )
     )
     g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in [*model.named_parameters(), *model.named_buffers()]:
-            noise = torch.randn(p.shape, generator=g)
-            if "embed_tokens.weight" in name:
-                p.copy_(noise * 0.5)
-            elif name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
-                p.copy_(0.3 + 0.05 * noise)
-            elif "norm" in name or ("scal" in name and "embed" not in name):
-                p.copy_(1 + 0.1 * noise)
-            elif p.ndim > 1:
-                p.copy_(noise * p.shape[-1] ** -0.5)
+    canvas_tiny.damp(model, g, embedding=0.5)
     model.save_pretrained(folder)
     return model.eval()
 
