@@ -94,6 +94,31 @@ def kind(leaf: Any) -> str:
     return "unknown"
 
 
+def make_room(leaf: Any, rows: int) -> None:
+    """Let a plain cache's buffers grow now if `rows` more would not fit, one after the other.
+
+    mlx-lm grows them within the forward pass, as one graph: the old and the new buffers of all layers are held at
+    the same time. Capacities come out as mlx-lm would choose them, and no value changes.
+    """
+    if type(leaf) not in (_lm.KVCache, _lm.QuantizedKVCache) or leaf.keys is None:
+        return
+    quantized = type(leaf) is _lm.QuantizedKVCache
+    if leaf.offset + rows <= (leaf.keys[0] if quantized else leaf.keys).shape[2]:
+        return
+    more = -(-rows // leaf.step) * leaf.step
+
+    def grown(old: mx.array) -> mx.array:
+        blank = mx.zeros((*old.shape[:2], more, old.shape[3]), old.dtype)
+        new = mx.concatenate([old[..., : leaf.offset, :], blank], axis=2)
+        mx.eval(new)
+        return new
+
+    # Assigned together, so that an interrupt in between leaves the leaf as it was.
+    leaf.keys, leaf.values = (
+        [grown(a) for a in part] if quantized else grown(part) for part in (leaf.keys, leaf.values)
+    )
+
+
 class Cache:
     """The layer caches of one sequence plus the number of rows they hold."""
 
@@ -123,7 +148,14 @@ class Cache:
                         f"layer {i} keeps its state in {type(leaf).__name__}, which cannot be rolled back; "
                         "use depth 0 with this model"
                     )
+        self.make_room(rows)
         return Attempt(self, rows, singly=singly or self.singly)
+
+    def make_room(self, rows: int) -> None:
+        """See the function `make_room`; before a forward pass over `rows` rows."""
+        for layer in self.layers:
+            for leaf in flatten(layer):
+                make_room(leaf, rows)
 
     def arrays(self) -> list[mx.array]:
         """Every array of the state, for `mx.eval`."""

@@ -120,6 +120,7 @@ class Target:
 
     def forward_batch(self, tokens: mx.array, cache: caches.Cache) -> Output:
         """Feed a block of several sequences of one length. tokens: [B, L] -> logits [B, L, V], hidden [B, L, D]."""
+        cache.make_room(tokens.shape[1])
         logits = self.model(tokens, cache=cache.layers)
         cache.length += tokens.shape[1]
         hidden, self._seen = self._seen, None

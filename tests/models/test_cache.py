@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from mtplab.errors import ModelError, RequestError
-from mtplab.models.cache import Cache, WindowCache
+from mtplab.models.cache import Cache, WindowCache, make_room
 
 KINDS = ["llama", "mimo", "qwen3_5", "gemma3_text"]
 
@@ -143,3 +143,50 @@ def test_options_that_cannot_be_honoured_are_refused(load):
     ):
         with pytest.raises(RequestError, match=r"--(kv-bits|max-kv-size)"):
             load(kind, **options)
+
+
+def _plain(kv_bits: int | None):
+    from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+    leaf = KVCache() if kv_bits is None else QuantizedKVCache(group_size=32, bits=kv_bits)
+
+    def feed(n: int, seed: int) -> None:
+        rows = mx.random.normal((2, 1, 2, n, 32), key=mx.random.key(seed))
+        leaf.update_and_fetch(rows[0], rows[1])
+
+    return leaf, feed
+
+
+@pytest.mark.parametrize("kv_bits", [None, 4])
+@pytest.mark.parametrize("before", [200, 255, 256, 300])
+@pytest.mark.parametrize("rows", [1, 4, 300])
+def test_room_made_before_a_pass_is_the_room_mlx_lm_would_make_in_it(kv_bits, before, rows):
+    (ours, feed), (theirs, feed_theirs) = _plain(kv_bits), _plain(kv_bits)
+    for f in (feed, feed_theirs):
+        f(before, 1)
+    make_room(ours, rows)
+    for f in (feed, feed_theirs):
+        f(rows, 2)
+    for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        for x, y in zip(a if kv_bits else [a], b if kv_bits else [b], strict=True):
+            assert x.shape == y.shape
+            assert mx.array_equal(x[..., : before + rows, :], y[..., : before + rows, :])
+
+
+def test_a_growing_cache_holds_one_layer_twice_and_not_all_of_them():
+    leaves = []
+    for _ in range(16):
+        leaf, feed = _plain(None)
+        feed(256, 1)
+        mx.eval(leaf.keys, leaf.values)
+        leaves.append(leaf)
+    cache = Cache(leaves)
+    cache.length = 256
+    layer = cache.nbytes // 16
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with cache.attempt(1) as attempt:
+        cache.length += 1
+        attempt.keep(1)
+    assert cache.nbytes == 16 * 2 * layer
+    assert mx.get_peak_memory() - before < 16 * layer + 4 * layer  # the new rows, and one layer's old and new ones
