@@ -65,10 +65,13 @@ class Scripted:
         self.step = 0
         return True
 
-    def denoise(self, canvas: mx.array, conditioning: mx.array | None, cache: Cache) -> mx.array:
+    def expect(self, weights: mx.array, first: int) -> mx.array:
+        return mx.zeros((weights.shape[0], 1))
+
+    def denoise(self, canvas: mx.array, soft: mx.array | None, cache: Cache) -> mx.array:
         ids = np.array(canvas)
         self.seen.append((len(self.commits), self.step, ids))
-        self.conditioned.append(conditioning is not None)
+        self.conditioned.append(soft is not None)
         out = self.script(len(self.commits), self.step, ids)
         self.step += 1
         return mx.array(out)

@@ -51,7 +51,7 @@ def denoising(model, ids: np.ndarray, share: float) -> tuple[float, float]:
         noise = rng.integers(0, model.vocab, len(wanted))
         canvas = mx.array(np.where(rng.random(len(wanted)) < share, noise, wanted))
         first = model.denoise(canvas, None, cache)
-        second = model.denoise(canvas, first / 0.6, cache)
+        second = model.denoise(canvas, model.soft(first / 0.6), cache)
         for logits in (first, second):
             picked = mx.take_along_axis(logits, mx.array(wanted)[:, None], axis=-1)[:, 0]
             out.append((mx.logsumexp(logits, axis=-1) - picked).mean().item())
@@ -67,12 +67,12 @@ def write(model, prompt: list[int], steps: int, canvases: int = 2, seed: int = 0
     model.prefill(prompt, cache)
     for c in range(canvases):
         key = backend.key(seed, c, "start")
-        canvas, conditioning, before = mx.random.randint(0, model.vocab, (model.canvas,), key=key), None, None
+        canvas, soft, before = mx.random.randint(0, model.vocab, (model.canvas,), key=key), None, None
         for step in range(steps):
             t = d["t_min"] + (d["t_max"] - d["t_min"]) * (steps - step) / steps
-            logits = model.denoise(canvas, conditioning, cache)
-            rows = canvas_rows(logits, t, backend.key(seed, c, step, "propose"))
-            conditioning = logits / t
+            logits = model.denoise(canvas, soft, cache)
+            rows = canvas_rows(logits, t, backend.key(seed, c, step, "propose"), expect=model.expect)
+            soft = rows.expected
             order = mx.argsort(rows.entropy)
             entropy = rows.entropy[order]
             kept = mx.put_along_axis(

@@ -9,10 +9,13 @@ Importing this module imports no mlx; the first call does, so call `mtplab.backe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+    Expect = Callable[[mx.array, int], mx.array]
 
 __all__ = ["Rows", "canvas_rows", "noise"]
 
@@ -25,6 +28,7 @@ class Rows(NamedTuple):
     lse: mx.array  # log-sum-exp of the logits over the temperature
     entropy: mx.array  # nats, of the distribution at that temperature
     proposal: mx.array  # sampled from that distribution, or `choice` without noise; -1: no distribution
+    expected: mx.array | None = None  # the mean of what `expect` stands for under that distribution, [C, D]
 
     def log_prob(self, logits: mx.array, temperature: mx.array | float, ids: mx.array) -> mx.array:
         """Log-probability of one id a row under the same distribution, [C] float32."""
@@ -40,12 +44,15 @@ def canvas_rows(
     key: mx.array | None = None,
     *,
     noise: mx.array | None = None,
+    expect: Expect | None = None,
 ) -> Rows:
     """Maximum, log-sum-exp, entropy, argmax and proposal of every row. `logits` [C, V], any float type.
 
     The proposal is sampled with the noise of `key` (uint32 [2], see `noise`), or with `noise` [C, V], draws from Exp(1)
-    made elsewhere; without either it is the argmax. A vocabulary of more than one piece is evaluated piece by piece, a
-    smaller one not at all. Raises ValueError for shapes or a temperature that do not fit.
+    made elsewhere; without either it is the argmax. `expect(weights, first)` multiplies weights [C, n] of the ids from
+    `first` on with their rows of a table, [C, D]: the exponentials are here already. A vocabulary of more than one
+    piece is evaluated piece by piece, a smaller one not at all. Raises ValueError for shapes or a temperature that do
+    not fit.
     """
     from . import plain
 
@@ -59,7 +66,7 @@ def canvas_rows(
         raise ValueError("give a key or the noise itself, not both")
     if noise is not None and noise.shape != logits.shape:
         raise ValueError(f"noise must have shape {logits.shape}, not {noise.shape}")
-    return Rows(*plain.canvas_rows(logits, temperature, key, noise))
+    return Rows(*plain.canvas_rows(logits, temperature, key, noise, expect))
 
 
 def noise(key: mx.array, rows: int, columns: int) -> mx.array:

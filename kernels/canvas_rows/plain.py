@@ -7,6 +7,8 @@ costs six times its division, so one has to do for total, entropy and proposal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 NOT_A_NUMBER = -1
@@ -40,8 +42,12 @@ def _sum(x: mx.array) -> mx.array:
 
 
 def canvas_rows(
-    logits: mx.array, temperature: mx.array | float, key: mx.array | None, drawn: mx.array | None
-) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+    logits: mx.array,
+    temperature: mx.array | float,
+    key: mx.array | None,
+    drawn: mx.array | None,
+    expect: Callable[[mx.array, int], mx.array] | None = None,
+) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array | None]:
     """`logits` [C, V]; `key` or `drawn` noise [C, V] or neither -> see `reference.canvas_rows`; ids int32."""
     rows, columns = logits.shape
     pieces = _pieces(columns)
@@ -50,21 +56,26 @@ def canvas_rows(
     top = mx.max(logits, axis=-1).astype(mx.float32)
     choice = mx.where(mx.isnan(top), NOT_A_NUMBER, mx.argmax(logits, axis=-1).astype(mx.int32))
     total = mean = mx.zeros((rows,), mx.float32)
-    best, proposal = mx.full((rows,), -1.0), choice
+    best, proposal, expected = mx.full((rows,), -1.0), choice, None
     for i, (a, b) in enumerate(pieces):
         # Minus the maximum first: what is left is small, and dividing it loses nothing.
-        z = (logits[:, a:b].astype(mx.float32) - top[:, None]) / temperature
+        z = logits[:, a:b].astype(mx.float32) - top[:, None]
+        z = z if isinstance(temperature, float) and temperature == 1.0 else z / temperature
         weights = mx.exp(z)
         total, mean = total + _sum(weights), mean + _sum(weights * mx.maximum(z, FAR))
         if key is not None or drawn is not None:
             scores = weights / (exponential(keys[i], rows, b - a) if keys is not None else drawn[:, a:b])
             here, found = mx.max(scores, axis=-1), mx.argmax(scores, axis=-1).astype(mx.int32) + a
             best, proposal = mx.maximum(here, best), mx.where(here > best, found, proposal)
+        if expect is not None:
+            part = expect(weights, a).astype(mx.float32)
+            expected = part if expected is None else expected + part
         if len(pieces) > 1:
             # A piece is finished before the next one begins: the scheduler would hold the temporaries of many.
-            mx.eval(total, mean, best, proposal)
+            mx.eval(total, mean, best, proposal, [] if expected is None else expected)
     lost = ~(mx.abs(top) < float("inf"))
     log_total = mx.log(total)
     lse = mx.where(lost, float("nan"), top / temperature + log_total)
     entropy = mx.where(lost, float("nan"), log_total - mean / total)
-    return choice, top, lse, entropy, mx.where(lost, NOT_A_NUMBER, proposal)
+    expected = None if expected is None else expected / total[:, None]
+    return choice, top, lse, entropy, mx.where(lost, NOT_A_NUMBER, proposal), expected

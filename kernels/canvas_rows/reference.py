@@ -8,6 +8,7 @@ With z = logits / temperature and p = softmax(z), for every row (position of the
     entropy    -sum(p * log(p)), in nats; an id of probability 0 adds 0
     proposal   argmax(z - log(noise)) with `noise` drawn from Exp(1): a sample from p (the Gumbel-max trick, and what
                torch's `multinomial(p, 1)` computes as argmax(p / noise)); without noise the choice
+    expected   p @ table (that one is `expected`, below)
 """
 
 from __future__ import annotations
@@ -42,3 +43,10 @@ def canvas_rows(
         scores = z if noise is None else z - np.log(np.asarray(noise, dtype=np.float64))
     proposal = choice if noise is None else np.where(lost, NOT_A_NUMBER, scores.argmax(-1))
     return choice, top.astype(np.float64), lse, entropy, np.where(lost, NOT_A_NUMBER, proposal)
+
+
+def expected(logits: ArrayLike, temperature: float, table: ArrayLike) -> NDArray:
+    """The mean row of `table` [V, D] under softmax(logits / temperature), [C, D] float64."""
+    z = np.asarray(logits, dtype=np.float64) / temperature
+    weights = np.exp(z - z.max(-1, keepdims=True))
+    return weights @ np.asarray(table, dtype=np.float64) / weights.sum(-1, keepdims=True)

@@ -61,9 +61,10 @@ class Draws:
         """Uniform ids for the positions that step `step` did not accept."""
         return self._ids(canvas, step, "renoise", length)
 
-    def rows(self, scaled: mx.array, canvas: int, step: int, *, sampled: bool) -> Rows:
+    def rows(self, scaled: mx.array, canvas: int, step: int, *, sampled: bool, expect: Any = None) -> Rows:
         """What a step decides from, of logits [C, V] that are divided by the temperature already."""
-        return canvas_rows(scaled, 1.0, key(self.seed, self.request, canvas, step, "propose") if sampled else None)
+        drawn = key(self.seed, self.request, canvas, step, "propose") if sampled else None
+        return canvas_rows(scaled, 1.0, drawn, expect=expect)
 
 
 @dataclass
@@ -127,14 +128,16 @@ def _denoised(
 ) -> Iterator[DenoiseStep]:
     """Denoise one canvas; returns (its last state, steps used, why it stopped)."""
     state = _begin(denoiser, min(policy.canvas, denoiser.room(cache)), draws, index)
-    conditioning, why, step = None, None, 0
+    soft, why, step = None, None, 0
     while why is None:
         began, heat = clock.now_ns(), policies.temperature(policy, step)
-        # The division takes over the logits' memory: a second [C, V] would be the largest array of the step.
-        # For the same reason the last step's logits are let go as soon as the graph holds them.
-        scaled, conditioning = denoiser.denoise(mx.array(state.ids), conditioning, cache) / heat, None
-        rows = _read(draws.rows(scaled, index, step, sampled=policy.proposal == "sampled"), scaled, policy, index, step)
-        conditioning = scaled if denoiser.self_conditioning else None
+        # The division takes over the logits' memory: a second [C, V] would be the largest array of the step. For the
+        # same reason what the next step is given is summed up while this step's exponentials exist.
+        scaled = denoiser.denoise(mx.array(state.ids), soft, cache) / heat
+        expect = denoiser.expect if denoiser.self_conditioning and step + 1 < policy.steps else None
+        seen = draws.rows(scaled, index, step, sampled=policy.proposal == "sampled", expect=expect)
+        rows, soft = _read(seen, scaled, policy, index, step), seen.expected
+        del scaled
         held, flips = state.held, None if state.argmax is None else int((rows.argmax != state.argmax).sum())
         _advance(state, policy, draws, rows, index, step, denoiser.mask_id)
         mean = float(rows.entropy.mean(dtype=np.float32))
@@ -159,7 +162,7 @@ def _begin(denoiser: Denoiser, length: int, draws: Draws, index: int) -> _State:
 def _read(rows: Rows, scaled: mx.array, policy: CanvasPolicy, index: int, step: int) -> Decided:
     """The one host read of a step."""
     sure = mx.exp(rows.log_prob(scaled, 1.0, rows.proposal)) if policy.monotone else None
-    mx.eval(rows.choice, rows.entropy, rows.proposal, *([] if sure is None else [sure]))
+    mx.eval(rows.choice, rows.entropy, rows.proposal, [a for a in (sure, rows.expected) if a is not None])
     argmax, entropy, proposal = np.array(rows.choice), np.array(rows.entropy), np.array(rows.proposal)
     if not np.isfinite(entropy).all():
         raise ModelError(

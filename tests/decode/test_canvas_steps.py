@@ -58,10 +58,10 @@ class TorchDraws(Draws):
     def _ids(self, *_):
         return torch.randint(0, V, (1, C), generator=self.g)[0].numpy().astype(np.int32)
 
-    def rows(self, scaled, canvas, step, *, sampled):
+    def rows(self, scaled, canvas, step, *, sampled, expect=None):
         drawn = mx.array(torch.empty(C, V).exponential_(1, generator=self.g).numpy()) if sampled else None
         self.fresh = self._ids()
-        return canvas_rows(scaled, 1.0, noise=drawn)
+        return canvas_rows(scaled, 1.0, noise=drawn, expect=expect)
 
     def renoise(self, *_):
         return self.fresh
@@ -95,9 +95,9 @@ class Watching:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def denoise(self, canvas, conditioning, cache):
+    def denoise(self, canvas, soft, cache):
         self.seen.append(np.array(canvas).tolist())
-        return self.inner.denoise(canvas, conditioning, cache)
+        return self.inner.denoise(canvas, soft, cache)
 
 
 CASES = {

@@ -60,6 +60,7 @@ class Denoiser(ABC):
     scores: bool  # whether `encoder_logits` gives a causal model's likelihood
 
     vocab: int
+    width: int  # of an embedding, D
     canvas: int  # positions of the longest canvas
     mask_id: int | None = None
     context: int  # positions the model was declared for
@@ -93,11 +94,22 @@ class Denoiser(ABC):
         return step
 
     @abstractmethod
-    def denoise(self, canvas: mx.array, conditioning: mx.array | None, cache: CanvasCache) -> mx.array:
-        """canvas: [C] ids; conditioning: [C, V], the last step's logits over its temperature, None at the first step.
+    def denoise(self, canvas: mx.array, soft: mx.array | None, cache: CanvasCache) -> mx.array:
+        """canvas: [C] ids; soft: [C, D], what `expect` makes of the last step's distribution, None at the first step.
 
         Returns float32 logits [C, V], not evaluated; the cache is only read.
         """
+
+    def expect(self, weights: mx.array, first: int) -> mx.array:
+        """weights [C, n] of the ids from `first` on, times their rows of the embedding: [C, D].
+
+        Summed over the vocabulary and divided by the sum of the weights it is the expected embedding: `soft`.
+        """
+        raise NotImplementedError("this model takes no self-conditioning")
+
+    def soft(self, logits: mx.array) -> mx.array:
+        """The expected embedding under softmax(logits). [C, V] -> [C, D]; the loop has it from `canvas_rows`."""
+        return self.expect(mx.softmax(logits.astype(mx.float32), axis=-1), 0)
 
     @abstractmethod
     def commit(self, tokens: Sequence[int], cache: CanvasCache) -> bool:
@@ -118,12 +130,12 @@ class Denoiser(ABC):
         if not len(tokens):
             raise RequestError("a canvas model needs at least one token to encode; give a prompt")
 
-    def check_canvas(self, canvas: mx.array, conditioning: mx.array | None) -> None:
+    def check_canvas(self, canvas: mx.array, soft: mx.array | None) -> None:
         """Shapes that a step cannot honour, as a ModelError or RequestError."""
         if canvas.ndim != 1 or not 0 < canvas.shape[0] <= self.canvas:
             raise RequestError(f"a canvas has 1 to {self.canvas} positions in this model, not {list(canvas.shape)}")
-        if conditioning is not None and not self.self_conditioning:
+        if soft is not None and not self.self_conditioning:
             raise RequestError("this model takes no self-conditioning; turn it off")
-        if conditioning is not None and conditioning.shape != (canvas.shape[0], self.vocab):
-            wanted = [canvas.shape[0], self.vocab]
-            raise ModelError(f"the conditioning must have shape {wanted}, not {list(conditioning.shape)}")
+        if soft is not None and soft.shape != (canvas.shape[0], self.width):
+            wanted = [canvas.shape[0], self.width]
+            raise ModelError(f"the expected embedding must have shape {wanted}, not {list(soft.shape)}")

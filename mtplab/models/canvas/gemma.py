@@ -169,21 +169,22 @@ class DiffusionGemma(nn.Module):
         self._scale, self._cap = args.hidden_size**0.5, args.final_logit_softcapping
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """tokens: [L] -> [1, L, D], times the root of D. The norms' dtype, since a packed table gives bfloat16."""
-        decoder = self.model.decoder
-        return decoder.embed_tokens(tokens)[None].astype(decoder.norm.weight.dtype) * self._scale
+        """tokens: [L] -> [1, L, D]."""
+        return self.scaled(self.model.decoder.embed_tokens(tokens))
 
-    def soft_embed(self, conditioning: mx.array) -> mx.array:
-        """Expected embedding under softmax(conditioning). [C, V] -> [1, C, D]; a packed table stays packed."""
-        table = self.model.decoder.embed_tokens
-        probs = mx.softmax(conditioning.astype(mx.float32), axis=-1)
+    def expect(self, weights: mx.array, first: int) -> mx.array:
+        """Weights [C, n] of the ids from `first` on times their embeddings, [C, D]; a packed table stays packed."""
+        table, rows = self.model.decoder.embed_tokens, slice(first, first + weights.shape[1])
         if isinstance(table, nn.QuantizedEmbedding):
             how = {"group_size": table.group_size, "bits": table.bits, "mode": table.mode}
-            packed = (table.weight, table.scales, table.get("biases"))
-            soft = mx.quantized_matmul(probs, *packed, transpose=False, **how)
-        else:
-            soft = probs.astype(table.weight.dtype) @ table.weight
-        return soft[None].astype(self.model.decoder.norm.weight.dtype) * self._scale
+            packed = (None if a is None else a[rows] for a in (table.weight, table.scales, table.get("biases")))
+            return mx.quantized_matmul(weights, *packed, transpose=False, **how)
+        return weights.astype(table.weight.dtype) @ table.weight[rows]
+
+    def scaled(self, embedded: mx.array) -> mx.array:
+        """Embeddings [L, D] as the first layer takes them, [1, L, D]: times the root of D, in the norms' dtype, since
+        a packed table gives bfloat16."""
+        return embedded[None].astype(self.model.decoder.norm.weight.dtype) * self._scale
 
     def run(self, x: mx.array, past: list[Any], offset: int, causal: bool) -> tuple[mx.array, list[Any]]:
         """x: [1, L, D] -> states before the final norm, and what every layer would keep."""
@@ -208,7 +209,8 @@ class GemmaDenoiser(Denoiser):
     def __init__(self, config: dict[str, Any]):
         self.args = Args.read(config)
         self.model = DiffusionGemma(self.args)
-        self.vocab, self.canvas = self.args.vocab_size, self.args.canvas_length
+        self.vocab, self.width = self.args.vocab_size, self.args.hidden_size
+        self.canvas = self.args.canvas_length
         self.context = self.args.max_position_embeddings
         self.facts = {"layers": list(self.args.layer_types), "window": self.args.sliding_window}
 
@@ -230,10 +232,13 @@ class GemmaDenoiser(Denoiser):
         cache.write(kept, len(tokens))
         return x
 
-    def denoise(self, canvas: mx.array, conditioning: mx.array | None, cache: CanvasCache) -> mx.array:
-        self.check_canvas(canvas, conditioning)
-        soft = None if conditioning is None else self.model.soft_embed(conditioning)
-        x = self.model.model.decoder.self_conditioning(self.model.embed(canvas), soft)
+    def expect(self, weights: mx.array, first: int) -> mx.array:
+        return self.model.expect(weights, first)
+
+    def denoise(self, canvas: mx.array, soft: mx.array | None, cache: CanvasCache) -> mx.array:
+        self.check_canvas(canvas, soft)
+        given = None if soft is None else self.model.scaled(soft)
+        x = self.model.model.decoder.self_conditioning(self.model.embed(canvas), given)
         return self.model.logits(self.model.run(x, cache.layers, cache.length, causal=False)[0])
 
     def encoder_logits(self, tokens: Sequence[int]) -> mx.array:

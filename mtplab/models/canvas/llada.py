@@ -199,9 +199,9 @@ class LladaDenoiser(Denoiser):
         cache.tail = given[whole:]
         return bool(whole)
 
-    def denoise(self, canvas: mx.array, conditioning: mx.array | None, cache: CanvasCache) -> mx.array:
+    def denoise(self, canvas: mx.array, soft: mx.array | None, cache: CanvasCache) -> mx.array:
         """As `Denoiser.denoise`. The mask's own logit is -inf: a mask is no answer."""
-        self.check_canvas(canvas, conditioning)
+        self.check_canvas(canvas, soft)
         tail = len(cache.tail)
         rows = mx.concatenate([mx.array(cache.tail, canvas.dtype), canvas]) if tail else canvas
         x, _ = self.model.run(rows, cache.layers, cache.length)

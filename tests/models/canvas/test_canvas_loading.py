@@ -74,7 +74,7 @@ def answers(model):
     return (
         model.encoder_logits(tiny.prompt(1, 20)),
         first,
-        model.denoise(mx.array(tiny.prompt(3, 12)), first / 0.5, cache),
+        model.denoise(mx.array(tiny.prompt(3, 12)), model.soft(first / 0.5), cache),
     )
 
 
@@ -290,8 +290,8 @@ def test_ids_and_shapes_are_checked_before_mlx_reads_past_the_end(gemma):
     for length in (0, 13):
         with pytest.raises(RequestError, match=f"1 to 12 positions in this model, not \\[{length}\\]"):
             model.denoise(mx.zeros((length,), mx.int32), None, cache)
-    with pytest.raises(ModelError, match=r"\[12, 97\], not \[12, 96\]"):
-        model.denoise(mx.zeros((12,), mx.int32), mx.zeros((12, 96)), cache)
+    with pytest.raises(ModelError, match=r"\[12, 32\], not \[12, 97\]"):
+        model.denoise(mx.zeros((12,), mx.int32), mx.zeros((12, 97)), cache)
 
 
 def test_inspect_sorts_a_checkpoint_as_the_loader_does_and_imports_no_mlx(gemma):

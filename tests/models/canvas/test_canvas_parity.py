@@ -100,7 +100,7 @@ def test_decoder_with_and_without_self_conditioning(pair, prompt, step):
     first = ours.denoise(mx.array(canvas), None, cache)
     assert_close(first, decoder_logits(reference, tokens, canvas))
     other = ids(98, size)
-    second = ours.denoise(mx.array(other), first / 0.6, cache)
+    second = ours.denoise(mx.array(other), ours.soft(first / 0.6), cache)
     assert_close(second, decoder_logits(reference, tokens, other, first / 0.6))
     assert mx.abs(second - ours.denoise(mx.array(other), None, cache)).max().item() > 0.05
 
