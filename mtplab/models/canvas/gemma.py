@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mtplab.models.canvas.base import CanvasCache, Denoiser
 from mtplab.models.canvas.config import FULL, SLIDING
 from mtplab.models.canvas.config import GemmaArgs as Args
-from mtplab.models.canvas.layers import Rope, Stacked, causal_mask, join, mix, rms
+from mtplab.models.canvas.layers import Rope, Stacked, causal_mask, gelu, join, mix, rms
 
 
 class Attention(nn.Module):
@@ -47,8 +47,12 @@ class Attention(nn.Module):
         _, rows, _ = x.shape
         q = self.q_norm(self.q_proj(x).reshape(1, rows, -1, self._size)).swapaxes(1, 2)
         k = self.k_proj(x).reshape(1, rows, self._kv, self._size)
-        v = self.v_proj(x).reshape(k.shape) if "v_proj" in self else k
-        k, v = self.k_norm(k).swapaxes(1, 2), rms(v, self._eps).swapaxes(1, 2)
+        if "v_proj" in self:
+            k, v = self.k_norm(k), rms(self.v_proj(x).reshape(k.shape), self._eps)
+        else:  # one projection and one norm for both, and a weight for the keys
+            v = rms(k, self._eps)
+            k = v * self.k_norm.weight
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         keys, values = join(past, self._rope(k, offset), v)
         mask = causal_mask(rows, keys.shape[2], self._window) if causal else None
         y = mx.fast.scaled_dot_product_attention(self._rope(q, offset), keys, values, scale=1.0, mask=mask)
@@ -65,7 +69,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(args.intermediate_size, args.hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gelu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class SelfConditioning(MLP):
@@ -83,14 +87,14 @@ class Router(nn.Module):
         super().__init__()
         self.proj = nn.Linear(args.hidden_size, args.num_experts, bias=False)
         self.scale, self.per_expert_scale = mx.ones((args.hidden_size,)), mx.ones((args.num_experts,))
-        self._eps, self._top, self._root = args.rms_norm_eps, args.top_k_experts, args.hidden_size**-0.5
+        self._top, self._root = args.top_k_experts, args.hidden_size**-0.5
 
-    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """x: [T, D] -> experts and their weights, [T, k]. Softmax over all, renormalized, is one over the chosen."""
-        scores = self.proj(rms(x, self._eps) * self.scale * self._root).astype(mx.float32)
+    def __call__(self, normed: mx.array) -> tuple[mx.array, mx.array]:
+        """normed: [T, D] -> experts and weights, [T, k]. Softmax over all, renormalized, is one over the chosen."""
+        scores = self.proj(normed * self.scale * self._root).astype(mx.float32)
         experts = mx.argpartition(scores, kth=-self._top, axis=-1)[:, -self._top :]
         weights = mx.softmax(mx.take_along_axis(scores, experts, axis=-1), axis=-1)
-        return experts, (weights * self.per_expert_scale[experts]).astype(x.dtype)
+        return experts, (weights * self.per_expert_scale[experts]).astype(normed.dtype)
 
 
 class Experts(nn.Module):
@@ -98,14 +102,13 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = Stacked(args.num_experts, args.hidden_size, 2 * args.moe_intermediate_size)
         self.down_proj = Stacked(args.num_experts, args.moe_intermediate_size, args.hidden_size)
-        self._total = args.num_experts
 
     def __call__(self, x: mx.array, experts: mx.array, weights: mx.array) -> mx.array:
-        def one(run: Any, a: mx.array) -> mx.array:
-            gate, up = mx.split(run(self.gate_up_proj, a), 2, axis=-1)
-            return run(self.down_proj, nn.gelu_approx(gate) * up)
+        def act(both: mx.array) -> mx.array:
+            gate, up = mx.split(both, 2, axis=-1)
+            return gelu(gate) * up
 
-        return mix(x, experts, weights, self._total, one)
+        return mix(x, experts, weights, (self.gate_up_proj,), act, self.down_proj)
 
 
 class Layer(nn.Module):
@@ -123,14 +126,15 @@ class Layer(nn.Module):
             "pre_feedforward_layernorm_2",
         ):
             setattr(self, name, nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps))
-        self.layer_scalar = mx.ones((1,))
+        self.layer_scalar, self._eps = mx.ones((1,)), args.rms_norm_eps
 
     def __call__(self, x: mx.array, past: Any, offset: int, causal: bool, scalar: mx.array) -> tuple[mx.array, Any]:
         y, kept = self.self_attn(self.input_layernorm(x), past, offset, causal)
         x = x + self.post_attention_layernorm(y)
-        dense = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(x)))
-        # The router looks at the residual stream itself, the experts at a norm of it.
-        mixed = self.experts(self.pre_feedforward_layernorm_2(x)[0], *self.router(x[0]))[None]
+        # MLP, experts and router look at one normed residual stream, each through a weight of its own.
+        normed = rms(x, self._eps)
+        dense = self.post_feedforward_layernorm_1(self.mlp(normed * self.pre_feedforward_layernorm.weight))
+        mixed = self.experts((normed * self.pre_feedforward_layernorm_2.weight)[0], *self.router(normed[0]))[None]
         y = self.post_feedforward_layernorm(dense + self.post_feedforward_layernorm_2(mixed))
         return (x + y) * scalar, kept
 

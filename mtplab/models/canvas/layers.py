@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-FEW_EXPERTS = 8  # up to here all experts run on every row: two products instead of a gather per row and expert
+FEW_EXPERTS = 8  # up to here all experts' products run on every row, instead of a gather per row and expert
+
+
+GELU_1 = 2 * math.sqrt(2 / math.pi)
+GELU_3 = 0.044715 * GELU_1
+
+
+def gelu(x: mx.array) -> mx.array:
+    """GELU in its tanh form: (1 + tanh(u)) / 2 is sigmoid(2 u). One transcendental function instead of a power and a
+    tanh, which on a CPU is most of what an activation costs."""
+    return x * mx.sigmoid(x * (GELU_1 + GELU_3 * (x * x)))
 
 
 def rms(x: mx.array, eps: float) -> mx.array:
@@ -94,23 +105,27 @@ def mix(
     x: mx.array,
     experts: mx.array,
     weights: mx.array,
-    total: int,
-    apply: Callable[[Callable[[Stacked, mx.array], mx.array], mx.array], mx.array],
+    into: Sequence[Any],
+    act: Callable[..., mx.array],
+    out: Any,
 ) -> mx.array:
     """Weighted sum over the chosen experts. x: [T, D]; experts, weights: [T, k] -> [T, D].
 
-    `apply(run, x)` computes one expert's output with `run(stacked, x)` for each product. With few experts all of them
-    run and those not chosen weigh nothing: a choice by the model alone, so that rows do not depend on their number.
+    An expert is out(act(*into)), all `Stacked`. With few experts the products run over all of them, and what is not
+    chosen counts as zero: a choice by the model alone, so that rows do not depend on their number.
     """
+    total = out.weight.shape[0]
     if total <= FEW_EXPERTS:
-        dense = mx.put_along_axis(mx.zeros((x.shape[0], total), weights.dtype), experts, weights, axis=-1)
-        each = apply(lambda stacked, a: stacked.each(a), x)
-        return (each * dense.T[..., None]).sum(axis=0)
+        at = experts.T[..., None]  # the activation is computed for the chosen only: it costs more than the products
+        inner = act(*(mx.take_along_axis(s.each(x), at, axis=0) for s in into)) * weights.T[..., None]
+        blank = mx.zeros((total, *inner.shape[1:]), inner.dtype)
+        return out.each(mx.put_along_axis(blank, at, inner, axis=0)).sum(axis=0)
     if experts.size < 64:
-        each = apply(lambda stacked, a: stacked.chosen(a, experts, False), x[:, None, None])
+        rows = x[:, None, None]
+        each = out.chosen(act(*(s.chosen(rows, experts, False) for s in into)), experts, False)
         return (each[..., 0, :] * weights[..., None]).sum(axis=1)
     # Sorted by expert, every expert's weights are read once.
     order = mx.argsort(experts.flatten())
     rows, chosen = x[order // experts.shape[1]][:, None], experts.flatten()[order]
-    each = apply(lambda stacked, a: stacked.chosen(a, chosen, True), rows)[:, 0][mx.argsort(order)]
+    each = out.chosen(act(*(s.chosen(rows, chosen, True) for s in into)), chosen, True)[:, 0][mx.argsort(order)]
     return (each.reshape(*experts.shape, -1) * weights[..., None]).sum(axis=1)

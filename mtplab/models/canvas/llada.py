@@ -82,15 +82,13 @@ class Experts(nn.Module):
 
     def __init__(self, args: Args):
         super().__init__()
-        inner, dim, self._total = args.moe_intermediate_size, args.hidden_size, args.num_experts
-        self.gate_proj, self.up_proj = Stacked(self._total, dim, inner), Stacked(self._total, dim, inner)
-        self.down_proj = Stacked(self._total, inner, dim)
+        inner, dim, total = args.moe_intermediate_size, args.hidden_size, args.num_experts
+        self.gate_proj, self.up_proj = Stacked(total, dim, inner), Stacked(total, dim, inner)
+        self.down_proj = Stacked(total, inner, dim)
 
     def __call__(self, x: mx.array, experts: mx.array, weights: mx.array) -> mx.array:
-        def one(run: Any, a: mx.array) -> mx.array:
-            return run(self.down_proj, nn.silu(run(self.gate_proj, a)) * run(self.up_proj, a))
-
-        return mix(x, experts, weights, self._total, one)
+        into = (self.gate_proj, self.up_proj)
+        return mix(x, experts, weights, into, lambda gate, up: nn.silu(gate) * up, self.down_proj)
 
 
 class SparseMLP(nn.Module):
