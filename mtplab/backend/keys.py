@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import mlx.core as mx
+    import numpy as np
 
 
 def _field(part: int | str) -> bytes:
@@ -32,6 +33,15 @@ def key(seed: int, *parts: int | str) -> mx.array:
     import mlx.core as mx
 
     return mx.array(words(seed, *parts), dtype=mx.uint32)
+
+
+def integers(below: int, count: int, seed: int, *parts: int | str) -> np.ndarray:
+    """`count` integers in [0, below), int32, without asking the device (Philox; below 2**32)."""
+    import numpy as np
+
+    a, b = words(seed, *parts)
+    raw = np.random.Philox(key=a << 32 | b).random_raw(count)
+    return ((raw >> np.uint64(32)) * np.uint64(below) >> np.uint64(32)).astype(np.int32)
 
 
 def uniform(seed: int, *parts: int | str) -> float:

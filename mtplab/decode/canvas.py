@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from mtplab.backend.clock import Clock, fence
-from mtplab.backend.keys import key
+from mtplab.backend.keys import integers, key
 from mtplab.decode import canvas_policy as policies
 from mtplab.decode.canvas_policy import CanvasPolicy
 from mtplab.decode.settings import Settings
@@ -50,8 +50,8 @@ class Draws:
         self.seed, self.request, self.vocab = seed, request, vocab
 
     def _ids(self, canvas: int, step: int, purpose: str, length: int) -> np.ndarray:
-        drawn = mx.random.randint(0, self.vocab, (length,), key=key(self.seed, self.request, canvas, step, purpose))
-        return np.array(drawn.astype(mx.int32))
+        # On the host, where they are used: a read from the device in every step would be waited for.
+        return integers(self.vocab, length, self.seed, self.request, canvas, step, purpose)
 
     def start(self, canvas: int, length: int) -> np.ndarray:
         """Uniform ids, [length]: what a canvas begins with. The same for any number of steps."""

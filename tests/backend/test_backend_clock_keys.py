@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from mtplab import backend
@@ -62,3 +63,13 @@ def test_key_draws_the_same_whatever_else_was_drawn():
     other = mx.random.uniform(shape=(4,), key=backend.key(1, 3, "canvas")).tolist()
     assert first == again != other
     assert [s.tolist() for s in mx.random.state] == state
+
+
+def test_integers_are_even_within_their_range_and_belong_to_their_name():
+    drawn = keys.integers(7, 70_000, 3, "start", 1)
+    counts = np.bincount(drawn, minlength=7)
+    assert counts.size == 7
+    assert np.abs(counts - 10_000).max() < 5 * (10_000 * 6 / 7) ** 0.5  # five standard deviations
+    assert (keys.integers(7, 10, 3, "start", 1) == drawn[:10]).all()
+    assert (keys.integers(7, 70_000, 3, "start", 2) != drawn).mean() > 0.8
+    assert keys.integers(262_144, 20_000, 0, "x").max() > 262_000
