@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from mtplab.cli.options import HeadNorms, Hidden, Model, Output, Quiet, Recursion, Trust, check_format, out, tell
+from mtplab.cli.options import (
+    HeadNorms,
+    Hidden,
+    History,
+    Model,
+    Output,
+    Prime,
+    Quiet,
+    Recursion,
+    Trust,
+    check_format,
+    out,
+    tell,
+)
 from mtplab.errors import RequestError
 
 
@@ -44,10 +57,8 @@ def diverge(
         int | None, typer.Option("--kv-group-size", help="Group of the quantized cache [64].", show_default=False)
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = None,
-    history: Annotated[
-        str, typer.Option("--history", help="What the head keeps: verified, drafted, none.")
-    ] = "verified",
-    prime: Annotated[bool, typer.Option("--prime/--no-prime", help="Give the head the prompt.")] = True,
+    history: History = None,
+    prime: Prime = None,
     recursion: Recursion = None,
     hidden: Hidden = None,
     head_norms: HeadNorms = None,

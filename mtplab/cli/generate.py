@@ -12,10 +12,13 @@ import typer
 
 from mtplab.cli.options import (
     AssistantFolder,
+    Drafts,
     Head,
     HeadNorms,
     Hidden,
+    History,
     Model,
+    Prime,
     Recursion,
     Trust,
     Verify,
@@ -60,11 +63,9 @@ def generate(
         int | None, typer.Option("--kv-group-size", help="Group of the quantized cache [64].", show_default=False)
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = None,
-    history: Annotated[
-        str, typer.Option("--history", help="What the head keeps: verified, drafted, none.")
-    ] = "verified",
-    prime: Annotated[bool, typer.Option("--prime/--no-prime", help="Give the head the prompt.")] = True,
-    drafts: Annotated[str, typer.Option("--drafts", help="Under temperature: sampled, or point.")] = "sampled",
+    history: History = None,
+    prime: Prime = None,
+    drafts: Drafts = None,
     head: Head = None,
     recursion: Recursion = None,
     hidden: Hidden = None,
@@ -106,7 +107,9 @@ def generate(
         "assistant": assistant,
         "trust_remote_code": trust_remote_code,
     }  # fmt: skip
-    session = open_session(model, name, wanted, history=history, prime=prime, drafts=drafts, verify=way)
+    asked = {"history": history, "prime": prime, "drafts": drafts}
+    drafting = {k: v for k, v in asked.items() if v is not None}
+    session = open_session(model, name, wanted, drafting, sampled=not settings.greedy, verify=way)
     if verify is not None:
         tell(f"verify {way}: logits equal to {session.verifier.equal_to}")
     tokens = encode(session.loaded.tokenizer, text, chat)
@@ -121,7 +124,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     from mtplab.trials.corpus import check_utf8, read_text
 
     if file is not None:
-        text = read_text(file, str(file))
+        text = read_text(file, str(file), "file")
     elif prompt is None and sys.stdin.isatty():
         raise RequestError("no prompt; give one with --prompt, --file or on stdin")
     else:
@@ -140,15 +143,23 @@ def _stdin() -> str:
         raise RequestError(f"the prompt on stdin is not UTF-8 (byte offset {error.start})") from None
 
 
-def open_session(model: str, name: str | None, wanted: dict[str, Any], **session: Any) -> Any:
-    """Load the model with or without its head, as the arm needs it. An unknown arm is refused before loading."""
+def open_session(
+    model: str, name: str | None, wanted: dict[str, Any], drafting: dict[str, Any], *, sampled: bool, **session: Any
+) -> Any:
+    """Load the model with or without its head, as the arm needs it. An unknown arm is refused before loading, as are
+    options of drafting that the arm would not use."""
+    from mtplab.decode.settings import check_drafting
     from mtplab.models import load_target
     from mtplab.trials.arms import Session, parse_arm
 
     arm = parse_arm(name) if name is not None else None
+    uses = {"assistant": wanted["assistant"] is not None, "sampled": sampled}
+    check_drafting(drafting, head=arm is None or arm.needs_head, **uses)
     head = "auto" if arm is None else "require" if arm.needs_head else "none"
     loaded = load_target(model, head=head, **wanted)
-    return Session(loaded, arm or parse_arm("adaptive" if loaded.head is not None else "baseline"), **session)
+    arm = arm or parse_arm("adaptive" if loaded.head is not None else "baseline")
+    check_drafting(drafting, head=arm.needs_head, **uses)
+    return Session(loaded, arm, **drafting, **session)
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:

@@ -15,6 +15,19 @@ FORMATS = ("table", "md", "csv", "json", "jsonl")
 
 Model = Annotated[str, typer.Option("--model", help="Bundled name, checkpoint folder or hub id (owner/name).")]
 Output = Annotated[str, typer.Option("-o", "--output", help="table, md, csv, json or jsonl.")]
+History = Annotated[
+    str | None,
+    typer.Option("--history", help="What the head keeps: verified, drafted, none [verified].", show_default=False),
+]
+Prime = Annotated[
+    bool | None, typer.Option("--prime/--no-prime", help="Give the head the prompt [on].", show_default=False)
+]
+Drafts = Annotated[
+    str | None,
+    typer.Option(
+        "--drafts", help="Under temperature: sampled, or the head's first choice, point [sampled].", show_default=False
+    ),
+]
 Recursion = Annotated[
     str | None, typer.Option("--recursion", help="What the next depth gets: final or block [the family's].")
 ]

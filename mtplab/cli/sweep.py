@@ -12,10 +12,13 @@ import typer
 
 from mtplab.cli.options import (
     AssistantFolder,
+    Drafts,
     Head,
     HeadNorms,
     Hidden,
+    History,
     Output,
+    Prime,
     Quiet,
     Recursion,
     Trust,
@@ -67,14 +70,9 @@ def sweep(
     dtype: Annotated[
         str | None, _option("--dtype", help="float32, float16 or bfloat16 [as stored; CPU: float32].")
     ] = None,
-    history: Annotated[
-        str | None, _option("--history", help="What the head keeps: verified, drafted or none [verified].")
-    ] = None,
-    prime: Annotated[bool | None, _option("--prime/--no-prime", help="Give the head the prompt [on].")] = None,
-    drafts: Annotated[
-        str | None,
-        _option("--drafts", help="Under temperature: sampled, or the head's first choice, point [sampled]."),
-    ] = None,
+    history: History = None,
+    prime: Prime = None,
+    drafts: Drafts = None,
     head: Head = None,
     recursion: Recursion = None,
     hidden: Hidden = None,

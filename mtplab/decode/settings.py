@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mtplab.errors import RequestError
 
 MAX_DEPTH = 8
+HISTORIES = ("verified", "drafted", "none")  # what an MTP head's cache keeps after a verify
+DRAFTS = ("sampled", "point")
 # The ways of verifying (see `decode.verify`) and what the logits of each are equal to.
 VERIFY = {
     "batched": "ordinary one-token decoding where no operation cares for the number of rows (see mtplab probe)",
@@ -52,6 +55,35 @@ class Settings:
 
     def effective(self) -> dict[str, Any]:
         return asdict(self) | {"stop": list(self.stop), "mode": "greedy" if self.greedy else "sampled"}
+
+
+def check_history(history: str) -> str:
+    """What an MTP head keeps, or a RequestError that lists the choices."""
+    if history not in HISTORIES:
+        raise RequestError(f"history {history!r} is not one of {', '.join(HISTORIES)}")
+    return history
+
+
+def check_drafts(drafts: str) -> str:
+    """How drafts are taken under temperature, or a RequestError that lists the choices."""
+    if drafts not in DRAFTS:
+        raise RequestError(f"drafts {drafts!r} is not one of {', '.join(DRAFTS)}")
+    return drafts
+
+
+def check_drafting(asked: Mapping[str, Any], *, head: bool, assistant: bool = False, sampled: bool = True) -> None:
+    """`asked`: history, prime and drafts as far as somebody asked for them. RequestError for a value that is none, and
+    for an option that nothing would use: no arm with a `head`, or an `assistant` in its place, or greedy decoding."""
+    checks = {"history": check_history, "drafts": check_drafts}
+    for name, value in asked.items():
+        checks.get(name, bool)(value)
+        if not head:
+            way_out = "add depth1 or adaptive, or leave it out"
+            raise RequestError(f"{name} {value!r} is for an MTP head, and no arm that is to run has one; {way_out}")
+        if assistant and name != "drafts":
+            raise RequestError(f"{name} {value!r} is for an MTP head, and an assistant keeps no rows; leave it out")
+        if name == "drafts" and not sampled:
+            raise RequestError(f"{name} {value!r} is for a temperature above 0, and all is greedy; leave it out")
 
 
 def check_verify(mode: str) -> str:

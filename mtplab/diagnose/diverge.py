@@ -31,6 +31,7 @@ from mtplab.diagnose.reference import Reference
 from mtplab.diagnose.shadow import Shadow
 from mtplab.diagnose.verdict import SUSPECT, Evidence, Moved, Verdict, judge, module_at_fault
 from mtplab.errors import RequestError
+from mtplab.models.cache import Cache
 from mtplab.models.heads import Head
 from mtplab.models.target import Target
 from mtplab.records.types import Verify
@@ -38,7 +39,7 @@ from mtplab.records.types import Verify
 AGAIN = "baseline"  # the baseline a second time: is it reproducible?
 CLOSER = 2  # prompts of an arm that get a second look
 EXPLAINED = 8  # divergences that the modules are sought for
-Locate = Callable[[Target, Sequence[int], Sequence[int]], Any]
+Locate = Callable[..., Any]  # see `diagnose.locate.locate`
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,32 +228,37 @@ class Diagnoser:
             if not found.located and (lane.seen.rows_differ or lane.seen.state_rounded):
                 # Until this pass both had the same bits, so this very block makes the difference.
                 self._take_apart(found, reference, lane.wide)
+                if not found.modules:  # or the order in which the blocks before it left the rows of a window
+                    self._take_apart(found, reference, lane.block, chain=shadow.before())
         found.leave = lane.seen.leaves[0] if lane.seen.leaves else None
         if (block := lane.left_at or lane.wide) is not None and block.valid:
-            widths = range(1, len(block.tokens) + 1)
-            found.replay_noise = {w: self._replay(reference, block, w) for w in widths}
+            measured = {w: self._replay(reference, block, w) for w in range(1, len(block.tokens) + 1)}
+            found.replay_noise = {w: noise for w, noise in measured.items() if noise is not None}
         if module_at_fault(found.modules) is None:
             self._take_apart(found, reference, lane.wide)
         return found
 
-    def _replay(self, reference: Reference, block: Any, width: int) -> float:
-        """The block's first `width` rows from the one-token state: their largest distance from the baseline's rows."""
+    def _replay(self, reference: Reference, block: Any, width: int) -> float | None:
+        """The block's first `width` rows from the one-token state: their largest distance from the baseline's rows.
+        None, not measured: the baseline has gone on and that state is gone."""
         cache = reference.copy_at(len(reference.prompt) + block.position - 1)
         if cache is None:
-            return 0.0
+            return None
         valid = min(width, block.valid)
         got = self.target.forward(mx.array(block.tokens[:width]), cache).logits[:valid].astype(mx.float32)
         rows = mx.stack([reference.rows[block.position + j].logits for j in range(valid)]).astype(mx.float32)
         return mx.abs(got - rows).max().item()
 
-    def _take_apart(self, found: Evidence, reference: Reference, block: Any) -> None:
-        """Every module of the block at once against row by row. What the first block shows stays, but for a fault."""
-        if self.locate is None or block is None or len(block.tokens) < 2:
+    def _take_apart(self, found: Evidence, reference: Reference, block: Any, *, chain: Cache | None = None) -> None:
+        """Every module of the block at once (from the state `chain`, if given) against row by row from the baseline's.
+        What the first block shows stays, but for a fault."""
+        if self.locate is None or block is None or (chain is None and len(block.tokens) < 2):
             return
         cache = reference.copy_at(len(reference.prompt) + block.position - 1)
-        if cache is None:
+        if cache is None or (chain is not None and chain.length != cache.length):
             return
-        location = self.locate(self.target, reference.context(block.position - 1), block.tokens, cache=cache)
+        text = reference.context(block.position - 1)
+        location = self.locate(self.target, text, block.tokens, cache=cache, chain=chain)
         wide = reference.rows[max(reference.rows)].logits.dtype == mx.float32
         modules = [Moved(m.path, m.kind, m.relative, m.ulp_max, m.made, wide) for m in location.modules if not m.equal]
         found.located = True
@@ -274,9 +280,10 @@ class Diagnoser:
         roles = {role(m.culprit) for m in differ if m.kind not in ("block", "other")}
         some = [u for u in units(self.target) if role(u.path) in roles]
         self.say(f"which modules explain {len(chosen)} divergences?")
-        out.explained = self.explain(self.target, chosen, some or None)
+        step = self.settings.prefill_step
+        out.explained = self.explain(self.target, chosen, some or None, step=step)
         if some and not out.explained.by:
-            out.explained = self.explain(self.target, chosen, None)
+            out.explained = self.explain(self.target, chosen, None, step=step)
 
     def _borrow(self, arm: str, out: Diagnosis) -> None:
         """Prompts without a second look share the verdict of those with one, if nothing but their gap could differ."""

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from mtplab.decode.selection import greedy
 from mtplab.decode.verify import Rowwise, Unit, units
-from mtplab.diagnose.locate import filled
+from mtplab.diagnose.locate import PREFILL_STEP, filled
 from mtplab.models.cache import Cache
 from mtplab.models.target import Target
 from mtplab.records.types import Prefill, Verify
@@ -101,13 +101,19 @@ class Explained:
 
 
 def explain(
-    target: Target, cases: Sequence[Case], modules: Sequence[Unit] | None = None, *, limit: int = CASES
+    target: Target,
+    cases: Sequence[Case],
+    modules: Sequence[Unit] | None = None,
+    *,
+    limit: int = CASES,
+    step: int = PREFILL_STEP,
 ) -> Explained:
     """Search the smallest set among `modules` (default: everything that can run row by row; give the ones that
     `probe.variant` found to save time). The search uses at most `limit` cases from a decode-written cache and CHAINS
-    along a chain; all are counted."""
+    along a chain; all are counted. `step`: prompt tokens per prefill pass, as the arms had it: other chunks
+    leave another rounding to start from."""
     groups = grouped(units(target) if modules is None else modules)
-    bench = _Bench(target, cases)
+    bench = _Bench(target, cases, step)
     found = {kind: bench.diverging(kind) for kind in ("decode", "chain")}
     everything = _all(groups)
     pairs = [("decode", i) for i in found["decode"][:limit]] + [("chain", i) for i in found["chain"][:CHAINS]]
@@ -187,8 +193,8 @@ def _layers(members: Sequence[Unit]) -> str:
 class _Bench:
     """Replays cases with some modules row by row, and remembers what came out."""
 
-    def __init__(self, target: Target, cases: Sequence[Case]):
-        self.target, self.cases = target, list(cases)
+    def __init__(self, target: Target, cases: Sequence[Case], step: int):
+        self.target, self.cases, self.step = target, list(cases), step
         self.caches: dict[int, Cache] = {}
         self.known: dict[tuple[str, int, frozenset[str]], bool] = {}
         self.tried: list[dict[str, Any]] = []
@@ -219,12 +225,12 @@ class _Bench:
         case = self.cases[i]
         if i not in self.caches:
             text = [*case.prompt, *case.expected[: case.start - 1]]
-            self.caches[i] = filled(self.target, text, len(case.prompt))
+            self.caches[i] = filled(self.target, text, len(case.prompt), step=self.step)
         return self._last(verifier, case, self.caches[i])
 
     def _chain(self, verifier: Rowwise, i: int) -> bool:
         case, position = self.cases[i], 1
-        cache = filled(self.target, case.prompt)
+        cache = filled(self.target, case.prompt, step=self.step)
         for drafts, kept in case.passes[:-1]:
             block = mx.array([case.expected[position - 1], *drafts])
             with cache.attempt(len(block), singly=True) as attempt:

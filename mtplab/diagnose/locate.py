@@ -91,21 +91,25 @@ def locate(
     *,
     prompt: int | None = None,
     cache: Cache | None = None,
+    chain: Cache | None = None,
 ) -> Location:
     """Run `block` after the prefix, at once and one by one from the same state, and compare every module.
 
     `prompt`: how many of the prefix are the prompt, fed in one piece as every decoder does it (default all); the rest
     goes in one at a time, so the state is one that decoding wrote. `cache`: a state to start from instead; it is
-    left as it was, but for rows beyond its length. Raises RequestError for a block without two tokens.
+    left as it was, but for rows beyond its length. `chain`: a state of the same rows that blocks wrote, which the block
+    starts from and the rows do not: a sliding window then holds them in another order, which may show in one row
+    alone. Raises RequestError for a block without two tokens, or one without `chain`.
     """
-    if len(block) < 2:
+    if len(block) < (2 if chain is None else 1):
         raise RequestError(f"a block of {len(block)} token(s) has no width to compare; give at least two tokens")
     cache = filled(target, prefix_tokens, prompt) if cache is None else cache
     before, tokens = cache.length, mx.array(list(block))
     names = watch.kinds(target.model, cache.layers)
     whole = _Whole()
-    with watch.watching(target.model, whole.add, names), cache.attempt(len(block)):
-        mx.eval(target.forward(tokens, cache).logits, whole.outputs())
+    start = cache if chain is None else chain
+    with watch.watching(target.model, whole.add, names), start.attempt(len(block)):
+        mx.eval(target.forward(tokens, start).logits, whole.outputs())
     rows = _Rows(whole, len(block))
     with cache.attempt(len(block), singly=True):
         for r in range(len(block)):
@@ -125,11 +129,12 @@ def around(path: str, names: Collection[str]) -> str:
     return next((p for p in outer if p in names), path)
 
 
-def filled(target: Target, tokens: Sequence[int], prompt: int | None = None) -> Cache:
-    """A fresh cache with the tokens in it: the prompt in chunks with its last token alone, the rest one by one."""
+def filled(target: Target, tokens: Sequence[int], prompt: int | None = None, *, step: int = PREFILL_STEP) -> Cache:
+    """A fresh cache with the tokens in it: the prompt in chunks of `step` with its last token alone, as every decoder
+    feeds it, the rest one by one."""
     cache, ids = target.new_cache(), mx.array(list(tokens), dtype=mx.int32)
     prompt = len(tokens) if prompt is None else prompt
-    bounds = [*range(0, max(0, prompt - 1), PREFILL_STEP), *range(max(0, prompt - 1), len(tokens) + 1)]
+    bounds = [*range(0, max(0, prompt - 1), step), *range(max(0, prompt - 1), len(tokens) + 1)]
     for begin, end in itertools.pairwise(bounds):
         target.forward(ids[begin:end], cache)
         mx.eval(cache.arrays())
@@ -170,6 +175,8 @@ class _Rows:
         self.found.setdefault((seen.path, seen.kind), []).append((self.row, found, made))
 
     def _compare(self, block: mx.array | None, one: mx.array) -> watch.Difference | None:
+        if block is not None and self.width == 1 and block.shape == one.shape:
+            return watch.difference(block, one)
         axis = None if block is None else row_axis(block.shape, one.shape, self.width)
         return None if axis is None else watch.difference(mx.take(block, mx.array([self.row]), axis=axis), one)
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mtplab.decode.settings import Settings
 from mtplab.diagnose import state
 from mtplab.diagnose.reference import aside
-from mtplab.models.cache import flatten, kind
+from mtplab.models.cache import Cache, flatten, kind
 from mtplab.models.tap import tap, untap
 from mtplab.models.target import Target
 
@@ -27,6 +27,7 @@ class Shadow:
 
     def __init__(self, target: Target, prompt: Sequence[int], settings: Settings):
         self.target, self.cache = target, target.new_cache()
+        self._before: tuple[list[tuple[int, Any]], int] | None = None
         tokens, step = mx.array(list(prompt)), settings.prefill_step
         for begin in range(0, len(prompt) - 1, step):
             target.forward(tokens[begin : min(begin + step, len(prompt) - 1)], self.cache)
@@ -36,8 +37,9 @@ class Shadow:
 
     def feed(self, tokens: Sequence[int], keep: int) -> mx.array:
         """One block, of which the first `keep` rows stay. Returns the block's logits [M, V]."""
-        before, length = [leaf for _, leaf in state.leaves(self.cache)], self.cache.length
-        saved, rows = [state.clone(leaf) for leaf in before], len(tokens)
+        length, rows = self.cache.length, len(tokens)
+        before = [(i, state.clone(leaf)) for i, leaf in state.leaves(self.cache)]
+        self._before, saved = (before, length), [leaf for _, leaf in before]
         with aside(self.target):
             with _Inputs(self.target) as inputs:
                 out = self.target.forward(mx.array(list(tokens)), self.cache)
@@ -47,6 +49,10 @@ class Shadow:
         self.cache.length = length + keep
         mx.eval(self.cache.arrays())
         return out.logits
+
+    def before(self) -> Cache | None:
+        """A cache of one's own in the state before the last block."""
+        return None if self._before is None else state.copied(self.target, *self._before)
 
     def _forget(self, saved: list[Any], rows: int, keep: int, inputs: _Inputs) -> None:
         at = 0

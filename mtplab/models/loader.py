@@ -97,8 +97,8 @@ def load_target(
         raise RequestError("--head and --assistant are two drafters; give one of them")
     if head_norms not in (None, "raw", "shifted"):
         raise RequestError(f"head-norms {head_norms!r} is not one of raw, shifted")
-    if head_folder is not None and head == "none":
-        raise RequestError(f"the head in {head_folder} was given but nothing that is to run needs one; leave it out")
+    of_head = {"recursion": recursion, "hidden": hidden, "head-norms": head_norms}
+    _refuse_unused(head, head_folder, assistant, of_head)
     source = headfile.find(folder, config, tensors, head_folder, wanted=head != "none")
     quantized = any(n.endswith(".scales") for n in tensors)
     spec, cast = headspec.find_spec(config), choose_dtype(dtype)
@@ -128,6 +128,8 @@ def load_target(
     elif spec is not None and layers:
         module = _read_head(spec, layers, source, target, head_norms)
         _cast(module, cast)
+    elif given := [f"{k} {v!r}" for k, v in of_head.items() if v is not None]:
+        raise RequestError(f"{given[0]} is for an MTP head, and {folder.name} has none; leave it out")
     for part in (model, module):
         # One tensor after the other: a stacked or split one then frees its sources before the next is read.
         for _, a in [] if part is None else tree_flatten(part.parameters()):
@@ -140,6 +142,19 @@ def load_target(
     facts["head_folder"] = None if module is None or source.own else str(source.folder)
     facts |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size if kv_bits else None, "max_kv_size": max_kv_size}
     return Loaded(target, module, Tokenizer(folder, config), folder, context_length(config), facts)
+
+
+def _refuse_unused(
+    head: str, folder: str | Path | None, assistant: str | Path | None, of_head: dict[str, str | None]
+) -> None:
+    """RequestError for what is asked of a head where none is to be loaded, or an assistant in its place."""
+    given = [f"{k} {v!r}" for k, v in of_head.items() if v is not None]
+    if head == "none":
+        given += [f"the {k} in {v}" for k, v in (("head", folder), ("assistant", assistant)) if v is not None]
+        if given:
+            raise RequestError(f"{given[0]} was given but nothing that is to run needs one; leave it out")
+    if assistant is not None and given:
+        raise RequestError(f"{given[0]} is for an MTP head, and the assistant drafts instead; leave it out")
 
 
 def _check_kv_bits(target: Target, bits: int, group: int) -> None:

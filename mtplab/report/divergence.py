@@ -107,6 +107,9 @@ def evidence(found: Found) -> list[str]:
         out.append(f"modules that differ between a block and single rows: {', '.join(kinds) or 'none'}")
     if found["first_module"]:
         out.append(f"first module that computes other bits: {found['first_module']}")
+    elif found["verdict"] == "numeric":
+        why = "every module of the block gave the same bits, taken apart" if found["kinds"] else "its state was gone"
+        out.append(f"the module that computes other bits was not found: {why}")
     if found["explained"]:
         out.append(f"run row by row: {found['explained']['sentence']}")
     if found["simulated"]:

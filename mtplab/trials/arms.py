@@ -101,12 +101,13 @@ class Session:
     def effective(self) -> dict[str, Any]:
         """Every setting of the arm as it is used."""
         mtp = self.arm.drafter == "mtp"
+        keeps = mtp and not isinstance(self.loaded.head, Assistant)  # an assistant has no rows of its own
         return {
             "arm": self.arm.name,
             "drafter": self.arm.drafter,
             "depth": self.arm.depth,
-            "history": self.history if mtp else None,
-            "prime": self.prime if mtp else None,
+            "history": self.history if keeps else None,
+            "prime": self.prime if keeps else None,
             "drafts": self.drafts if mtp else None,
             "head": self.loaded.facts.get("head") if mtp else None,
             "numerics": numerics.in_force(self.loaded.target) or None,

@@ -131,22 +131,25 @@ def read_documents(spec: str) -> list[Document]:
     return documents
 
 
-def read_text(path: Path, spec: str) -> str:
-    """A file's text, strictly UTF-8; a byte order mark is dropped."""
+def read_text(path: Path, spec: str, what: str = "corpus") -> str:
+    """A file's text, strictly UTF-8; a byte order mark is dropped. `what` it is to whoever asked: "corpus", "file"."""
+    corpus = what == "corpus"
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         names = ", ".join(bundled_names()) or "none"
-        raise RequestError(f"corpus {spec!r} is neither a bundled text ({names}) nor a file") from None
+        absent = f"is neither a bundled text ({names}) nor a file" if corpus else "does not exist; name a text file"
+        raise RequestError(f"{what} {spec!r} {absent}") from None
     except IsADirectoryError:
-        raise RequestError(f"corpus {spec!r} is a folder; name a text file or a .jsonl file in it") from None
+        kinds = "a text file or a .jsonl file" if corpus else "a text file"
+        raise RequestError(f"{what} {spec!r} is a folder; name {kinds} in it") from None
     except OSError as error:
-        raise RequestError(f"corpus {spec!r} cannot be read: {error.strerror}") from None
+        raise RequestError(f"{what} {spec!r} cannot be read: {error.strerror}") from None
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise RequestError(
-            f"corpus {spec!r} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; convert it first"
+            f"{what} {spec!r} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; convert it first"
         ) from None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtplab.decode.settings import check_depth
+from mtplab.decode.settings import check_depth, check_drafting
 from mtplab.diagnose.candidates import Candidate
 from mtplab.errors import RequestError
 from mtplab.models.loader import Loaded
@@ -17,6 +17,7 @@ from mtplab.trials.arms import parse_arm
 
 WITH_HEAD = ("depth0", "depth1", "depth2", "depth3", "adaptive", "scripted3")
 WITHOUT_HEAD = ("depth0", "ngram3", "scripted3")
+CORPORA = ("novel", "c")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,16 @@ class Wanted:
     max_tokens: int = 256
     prefill_step: int = 2048
     ignore_eos: bool = True
-    history: str = "verified"
-    prime: bool = True
+    history: str | None = None  # None: not asked for
+    prime: bool | None = None
     simulate: str | None = None
     explain: bool = True
     load: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """What was asked of the head's drafting."""
+        return {k: v for k, v in (("history", self.history), ("prime", self.prime)) if v is not None}
 
 
 def candidate(name: str, *, history: str = "verified", prime: bool = True) -> Candidate:
@@ -69,14 +75,16 @@ def diverge(wanted: Wanted, say: Callable[[str], None] = lambda text: None) -> d
     for name, value in (("prompts", wanted.prompts), ("prompt-tokens", wanted.prompt_tokens)):
         if value < 1:
             raise RequestError(f"--{name} {value} is out of range; use 1 or more")
-    arms = [candidate(n, history=wanted.history, prime=wanted.prime) for n in wanted.arms]
+    arms = [candidate(n, **wanted.drafting) for n in wanted.arms]
+    needs = any(a.drafter == "mtp" for a in arms)
+    check_drafting(wanted.drafting, head=needs or not arms)
     from mtplab.models import load_target
 
-    needs = any(a.drafter == "mtp" for a in arms)
     loaded = load_target(wanted.model, head="require" if needs else "none" if arms else "auto", **wanted.load)
     if not arms:
         names = WITH_HEAD if loaded.head is not None else WITHOUT_HEAD
-        arms = [candidate(n, history=wanted.history, prime=wanted.prime) for n in names]
+        check_drafting(wanted.drafting, head=loaded.head is not None)
+        arms = [candidate(n, **wanted.drafting) for n in names]
     texts, notices = _texts(wanted, loaded)
     found = _diagnose(wanted, loaded, arms, texts, say)
     return found | {"model": loaded.facts, "notices": notices, "settings": _effective(wanted, arms, texts)}
@@ -93,7 +101,7 @@ def _texts(wanted: Wanted, loaded: Loaded) -> tuple[list[Any], list[str]]:
         corpus.check_prompt(made, room=wanted.max_tokens, context=loaded.context)
         return [Text(made.id, made.tokens)], []
     prompts, notices = corpus.load_corpora(
-        wanted.corpora or ("novel", "c"), loaded.tokenizer, prompts=wanted.prompts,
+        wanted.corpora or CORPORA, loaded.tokenizer, prompts=wanted.prompts,
         prompt_tokens=wanted.prompt_tokens, room=wanted.max_tokens, context=loaded.context,
     )  # fmt: skip
     return [Text(p.id, p.tokens) for p in prompts], notices
@@ -125,14 +133,18 @@ def _diagnose(wanted: Wanted, loaded: Loaded, arms: list[Candidate], texts: list
 def _effective(wanted: Wanted, arms: list[Candidate], texts: list[Any]) -> dict[str, Any]:
     from mtplab.backend import facts
 
+    with_head = next((a for a in arms if a.drafter == "mtp"), None)
+    cut = wanted.prompt is None  # a prompt that was given is used as it stands
     return {
         "arms": [a.name for a in arms],
+        "corpora": list(wanted.corpora or CORPORA) if cut else None,
         "prompts": len(texts),
+        "prompt_tokens": wanted.prompt_tokens if cut else None,
         "max_tokens": wanted.max_tokens,
         "prefill_step": wanted.prefill_step,
         "ignore_eos": wanted.ignore_eos,
-        "history": wanted.history,
-        "prime": wanted.prime,
+        "history": with_head and with_head.history,
+        "prime": with_head and with_head.prime,
         "simulate": wanted.simulate,
         "explain": wanted.explain,
         **facts(),

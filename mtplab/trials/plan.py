@@ -11,13 +11,14 @@ import hashlib
 import json
 import math
 import random
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mtplab.decode.settings import check_verify
+from mtplab.decode.settings import check_drafting, check_drafts, check_history, check_verify
 from mtplab.errors import RequestError
 
 SCHEMA = 1
@@ -133,7 +134,16 @@ def change(plan: Plan, changes: Mapping[str, Any]) -> Plan:
             )
     if "kv_group_size" in asked and changed.kv_bits is None:
         raise RequestError("kv_group_size is for a quantized cache; give kv_bits, too, or drop it")
+    _check_drafting(changed, asked)
     return changed
+
+
+def _check_drafting(plan: Plan, asked: Mapping[str, Any]) -> None:
+    """Options of drafting that none of the arms would use, by flag or by the plan's file."""
+    given = {k: getattr(plan, k) for k in ("history", "prime", "drafts")}
+    given = {k: v for k, v in given.items() if k in asked or v != Plan.__dataclass_fields__[k].default}
+    head = any(re.fullmatch(r"adaptive|depth[1-9]\d*", arm) for arm in plan.arms)
+    check_drafting(given, head=head, assistant=plan.assistant is not None, sampled="sampled" in plan.modes)
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
@@ -188,6 +198,8 @@ def _check(plan: Plan) -> None:
             if names.count(name) > 1:
                 raise RequestError(f"{key} names {name!r} twice; name each once")
     check_verify(plan.verify)
+    check_history(plan.history)
+    check_drafts(plan.drafts)
     for mode in plan.modes:
         if mode not in MODES:
             raise RequestError(f"mode {mode!r} is not one of {', '.join(MODES)}")

@@ -31,10 +31,8 @@ from mtplab.trials.files import FULL, dumps, sentence, write_text
 from mtplab.trials.plan import Plan
 
 WARM_UP_TOKENS = 48
-LOAD_OPTIONS = (
-    "kv_bits", "kv_group_size", "max_kv_size", "dtype", "recursion", "hidden", "head_norms", "assistant",
-    "trust_remote_code",
-)  # fmt: skip
+LOAD_OPTIONS = ("kv_bits", "kv_group_size", "max_kv_size", "dtype", "trust_remote_code")
+HEAD_OPTIONS = ("recursion", "hidden", "head_norms", "assistant", "head_folder")
 
 
 def say(event: dict[str, Any]) -> None:
@@ -128,11 +126,14 @@ def load(plan: Plan, names: Iterable[str]) -> Any:
     from mtplab.models import load_target
     from mtplab.trials import arms
 
-    needed = any(arms.parse_arm(name).needs_head for name in names)
+    def needed(names: Iterable[str]) -> bool:
+        return any(arms.parse_arm(name).needs_head for name in names)
+
     options = {k: getattr(plan, k) for k in LOAD_OPTIONS}
-    if needed:
-        return load_target(plan.model, head="require", head_folder=plan.head_folder, **options)
-    return load_target(plan.model, head="none", **options)
+    # Options that other arms need are none of this one's; those that no arm needs are refused by the loader.
+    if needed(names) or not needed(plan.arms):
+        options |= {k: getattr(plan, k) for k in HEAD_OPTIONS}
+    return load_target(plan.model, head="require" if needed(names) else "none", **options)
 
 
 def arm_options(plan: Plan) -> dict[str, Any]:

@@ -117,7 +117,30 @@ def test_no_arguments_show_the_help_and_are_an_error(call):
         (("generate", "-p", "x", "--kv-group-size", 32), "give --kv-bits, too"),
         (("sweep", "--modes", "greedy", "--temp", 0.5), "temp is for the sampled mode"),
         (("generate", "-p", "x", "-o", "csv"), "output format 'csv' is not one of table, json, jsonl"),
-        (("generate", "--file", "/no/such.txt"), "/no/such.txt"),
+        (("generate", "--file", "/no/such.txt"), "file '/no/such.txt' does not exist; name a text file"),
+        (("generate", "--file", "/"), "file '/' is a folder; name a text file in it"),
+        (("generate", "-p", "x", "--history", "zzz"), "history 'zzz' is not one of verified, drafted, none"),
+        (("generate", "-p", "x", "--arm", "ngram2", "--history", "zzz"), "history 'zzz' is not one of"),
+        (("generate", "-p", "x", "--drafts", "zzz"), "drafts 'zzz' is not one of sampled, point"),
+        (("generate", "-p", "x", "--head-norms", "zzz"), "head-norms 'zzz' is not one of raw, shifted"),
+        (("generate", "-p", "x", "--arm", "ngram2", "--no-prime"), "prime False is for an MTP head"),
+        (("generate", "-p", "x", "--depth", 0, "--history", "none"), "history 'none' is for an MTP head"),
+        (("generate", "-p", "x", "--depth", 0, "--head-norms", "raw"), "head-norms 'raw' was given but nothing"),
+        (("generate", "-p", "x", "--arm", "ngram2", "--assistant", "/a"), "the assistant in /a was given but nothing"),
+        (("generate", "-p", "x", "--depth", 1, "--drafts", "point"), "drafts 'point' is for a temperature above 0"),
+        (("generate", "-p", "x", "--depth", 1, "--assistant", "/a", "--history", "none"), "an assistant keeps no rows"),
+        (("generate", "-p", "x", "--depth", 1, "--assistant", "/a", "--hidden", "pre"), "the assistant drafts instead"),
+        (("sweep", "--history", "zzz"), "history 'zzz' is not one of"),
+        (("sweep", "--arms", "baseline", "--drafts", "zzz"), "drafts 'zzz' is not one of"),
+        (("sweep", "--arms", "baseline,ngram2", "--history", "none"), "history 'none' is for an MTP head"),
+        (("sweep", "--arms", "baseline,depth0", "--drafts", "sampled"), "drafts 'sampled' is for an MTP head"),
+        (("sweep", "--modes", "greedy", "--drafts", "point"), "drafts 'point' is for a temperature above 0"),
+        (("sweep", "-q", "--arms", "baseline,depth0", "--head-norms", "raw"), "head-norms 'raw' was given but nothing"),
+        (("sweep", "-q", "--arms", "baseline", "--assistant", "/a"), "the assistant in /a was given but nothing"),
+        (("diverge", "--arm", "ngram2", "--history", "zzz"), "history 'zzz' is not one of"),
+        (("diverge", "--arm", "depth0,scripted2", "--history", "drafted"), "history 'drafted' is for an MTP head"),
+        (("diverge", "--arm", "depth0", "--head-norms", "raw"), "head-norms 'raw' was given but nothing"),
+        (("diverge", "--arm", "depth0", "--head-norms", "zzz"), "head-norms 'zzz' is not one of"),
         (("doctor", "-o", "xml"), "output format 'xml'"),
     ],
 )
@@ -125,6 +148,13 @@ def test_a_wrong_request_is_one_sentence_and_exit_code_2(call, arguments, words)
     code, out, err = call(*arguments)
     assert code == 2 and out == ""
     assert words in err and err.startswith("mtplab: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", [("--history", "verified"), ("--head-norms", "raw"), ("--no-prime",)])
+def test_a_head_option_is_refused_where_the_model_has_no_head(call, checkpoints, option):
+    for verb in (("generate", "-p", "abcdef"), ("diverge", "-p", "abcdef", "-q")):
+        code, out, err = call(*verb, "--model", checkpoints("llama"), "-m", 4, *option)
+        assert code == 2 and out == "" and "MTP head" in err and err.count("\n") == 1
 
 
 def test_an_unknown_key_in_a_plan_is_named(call, tmp_path):
@@ -189,6 +219,9 @@ def test_generate_streams_the_same_text_as_its_document(call, checkpoints):
     records = [json.loads(x) for x in call(*flags, "-o", "jsonl")[1].splitlines()]
     assert "".join(r["text"] for r in records) == document["text"]
     assert call("generate", "--model", model, "-p", "abcabc", "--arm", "baseline", "-m", 20)[1] == text
+    asked = ("--history", "drafted", "--no-prime", "--head-norms", "shifted")
+    settings = json.loads(call(*flags, *asked, "-o", "json")[1])["settings"]
+    assert settings["history"] == "drafted" and settings["prime"] is False and settings["drafts"] == "sampled"
 
 
 def test_colours_only_where_they_are_wanted(call, checkpoints, monkeypatch):

@@ -28,6 +28,8 @@ def test_the_last_line_is_one_document(checkpoints, text, capsys, tmp_path):
     assert found["verdict"] == "equal" and found["first_divergence"] is None and found["gap"] is None
     assert [a["arm"] for a in found["arms"]] == ["depth0", "depth1", "depth2", "depth3", "adaptive", "scripted3"]
     assert found["compared"] == 6 * 2 * 24 and found["state"]["clean"] and found["state"]["head_audited"] > 0
+    assert found["settings"]["corpora"] == [text] and found["settings"]["prompt_tokens"] == 16
+    assert found["settings"]["history"] == "verified" and found["settings"]["prime"] is True
     assert found["settings"]["max_tokens"] == 24 and found["settings"]["blas"]["kind"] == "reference"
     assert (folder / "page.html").exists() and "page:" in err
 
@@ -75,6 +77,13 @@ def test_a_model_without_a_head_gets_the_arms_it_can_run(checkpoints, capsys):
     out = capsys.readouterr().out
     assert "ngram3" in out and "scripted3" in out and "depth1" not in out
     assert out.startswith("equal: no arm left the baseline")
+
+
+def test_settings_that_nothing_uses_are_recorded_as_none(checkpoints, capsys):
+    flags = ["-p", "abcdef", "-m", "8", "--arm", "depth0", "-q", "-o", "json"]
+    assert main(["diverge", "--model", str(checkpoints("mimo")), *flags]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert [settings[k] for k in ("corpora", "prompt_tokens", "history", "prime")] == [None] * 4
 
 
 def test_arm_lists():

@@ -22,7 +22,9 @@ from mtplab.decode.drafters.simple import ScriptedDrafter
 from mtplab.decode.settings import Settings, check_verify
 from mtplab.diagnose import probe
 from mtplab.errors import RequestError
+from mtplab.models import mlxlm
 from mtplab.models.static import StaticKV
+from mtplab.models.target import Target
 from mtplab.trials.arms import Session, parse_arm
 from mtplab.trials.plan import Plan
 
@@ -96,6 +98,32 @@ def test_exact_ways_have_the_bits_they_promise(load, kind, length, spec):
         baseline = run(fixed, prompt)
         future = [*baseline[0], 1, 2, 3, 4]
         for k, pattern in ((1, [0, 1]), (3, [3, 0, 2])):
+            assert_same(run(fixed, prompt, future, pattern, k), baseline)
+
+
+@pytest.fixture(scope="module")
+def experts() -> Target:
+    """A tiny mixture of experts: 8 of 16 for every row."""
+    config = tiny.LLAMA | {
+        "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 16, "num_experts_per_tok": 8, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "moe_intermediate_size": 16, "norm_topk_prob": True,
+    }  # fmt: skip
+    model_class, args_class = mlxlm.classes(config)
+    model = model_class(args_class.from_dict(dict(config)))
+    tiny.randomize(model, 0)
+    model.eval()
+    return Target(model)
+
+
+# 4 rows ask 32 experts, row by row; 9 rows ask 72, which mlx-lm sorts by expert first.
+@pytest.mark.parametrize("width", [4, 9])
+@pytest.mark.parametrize("spec", [None, "splitk@*"])
+def test_a_fixed_width_is_exact_with_experts_which_the_dummy_rows_ask_too(experts, width, spec):
+    prompt, fixed = tiny.prompt(3, 12), verify.Fixed(experts, width)
+    with nullcontext() if spec is None else numerics.simulate(experts, spec):
+        baseline = run(fixed, prompt)
+        future = [*baseline[0], *range(1, width + 1)]
+        for k, pattern in ((1, [1, 0]), (3, [3, 0, 2, 1]), (width - 1, [width - 1, 0, 2])):
             assert_same(run(fixed, prompt, future, pattern, k), baseline)
 
 

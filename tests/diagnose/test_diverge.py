@@ -13,10 +13,13 @@ from mtplab.decode.stopping import Stops
 from mtplab.diagnose import state
 from mtplab.diagnose.candidates import Candidate
 from mtplab.diagnose.diverge import AGAIN, Diagnoser, Text
+from mtplab.diagnose.intervene import explain
 from mtplab.diagnose.locate import locate
+from mtplab.diagnose.reference import Reference
 from mtplab.diagnose.shadow import Shadow
 from mtplab.diagnose.summary import document
 from mtplab.errors import RequestError
+from mtplab.report.divergence import render
 
 SCRIPTED = Candidate("scripted3", "scripted", 3)
 DEPTH0 = Candidate("depth0", "none", 0)
@@ -152,6 +155,24 @@ def test_the_end_of_text_ends_every_arm_alike(load):
 def test_a_prompt_that_leaves_no_state_is_refused(load):
     with pytest.raises(RequestError, match="'p3' has 1 token; diverge needs two or more"):
         diagnose(load("llama"), [DEPTH0], prompt=1)
+
+
+def test_the_intervention_replays_the_prefill_that_was_asked_for(noisy):
+    """The prompt one token at a time: every divergence shows again along the chain of its passes."""
+    _, loaded = noisy
+    settings = Settings(max_tokens=96, prefill_step=1)
+    found = diagnose(loaded, [SCRIPTED], seeds=(3, 4), settings=settings, explain=explain)
+    assert found.explained.chain.total == found.explained.asked > 3
+
+
+def test_noise_whose_state_is_gone_is_not_measured_rather_than_none(noisy, monkeypatch):
+    _, loaded = noisy
+    monkeypatch.setattr(Reference, "copy_at", lambda self, length: None)
+    found = diagnose(loaded, [SCRIPTED], tokens=96)
+    (evidence,), made = found.evidence["scripted3"], document(found)
+    assert evidence.replay_noise == {} and made["noise_by_width"] == {}
+    assert made["controls"]["one_row_equal"] is None and made["noise"] == evidence.leave.noise > 0
+    assert "was not found: its state was gone" in " ".join(render(made, "table").split())
 
 
 def test_sampling_is_refused(load):

@@ -64,6 +64,19 @@ def test_a_window_that_has_wrapped_is_the_attention_s_own(load):
     assert found.first_module == "model.layers.0.self_attn"
 
 
+def test_one_row_tells_the_order_of_a_window_that_a_block_has_left(load):
+    """The same rows in another order: one row after a block sums otherwise, and no block is there to take apart."""
+    target, text = load("gemma3_text").target, tiny.prompt(3, 40)
+    ring, chain = filled(target, text[:37], 30), filled(target, text[:36], 30)
+    with chain.attempt(3) as attempt:  # a block of the same tokens, one of which is kept
+        mx.eval(target.forward(mx.array([text[36], 1, 2]), chain).logits)
+        attempt.keep(1)
+    found = locate(target, [], [text[37]], cache=ring, chain=chain)
+    assert found.width == 1 and found.first_module == "model.layers.0.self_attn"
+    assert locate(target, [], [text[37]], cache=ring, chain=ring).first_module is None
+    assert ring.length == chain.length == 37
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_mla_is_the_attention_of_layer_0(dtype):
     target = mla() if dtype == mx.float32 else mla(first_k_dense_replace=3)  # the CPU's experts are float32 only

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import mlx.core as mx
 import pytest
 import tiny
 from latent import mla
 
 from mtplab.backend import numerics
+from mtplab.backend.instances import override
 from mtplab.cli import main
 from mtplab.cli.probe import parse_widths
 from mtplab.diagnose.probe import probe, rowwise
@@ -55,6 +57,27 @@ def test_the_attention_is_judged_without_its_linears(load):
     with numerics.simulate(target, "noise:1e-2@layers.*.self_attn.q_proj"):
         found = probe(target, widths=(1, 3))
     assert [o.kind for o in found.operations if not o.invariant] == ["linear"]
+
+
+@pytest.mark.parametrize("row", [-1, 1])
+@pytest.mark.parametrize("path", ["model.layers.0.mlp.down_proj", "model.layers.0.self_attn"])
+def test_an_operation_that_differs_at_one_place_of_a_block_is_named_with_the_row(load, path, row):
+    """The first row of every block keeps its bits: who compares no other sees nothing."""
+    target = load("llama").target
+
+    def bent(inner, x, *rest, **more):
+        y, rows = inner(x, *rest, **more), x.shape[1]
+        here = (mx.arange(rows) == row % rows)[None, :, None]
+        return mx.where(here, y * (1 + 2.0**-20), y) if rows > 2 else y
+
+    undo = override(dict(target.model.named_modules())[path], bent)
+    try:
+        found = probe(target, widths=FEW)
+    finally:
+        undo()
+    (bad,) = [o for o in found.operations if not o.invariant]
+    assert bad.example == path and bad.equal_widths == [1, 2]
+    assert bad.rows == {3: {row % 3}, 4: {row % 4}}
 
 
 def test_algorithms_that_differ_by_width_on_every_machine_are_found(load):

@@ -40,6 +40,7 @@ FAST = (
     "bf16 sums in one MLP",
     "noise 1e-2",
     "sliding window, float32",
+    "sliding window, one row after a block",
 )
 
 

@@ -184,6 +184,8 @@ NUMERIC = [
     Case("MLA attention, bfloat16", "deepseek_v3", "numeric", "*.layers.0.self_attn", pairs=3e-3, tokens=96,
          load={"dtype": "bfloat16"}),
     Case("sliding window, float32", "gemma3_text", "numeric", "*.layers.0.self_attn", pairs=TIES, tokens=64),
+    Case("sliding window, one row after a block", "gemma3_text", "numeric", "*.layers.0.self_attn", pairs=3e-3,
+         tokens=96, arms=(Candidate("once", "scripted", None, (1,) + (0,) * 96),), load={"dtype": "bfloat16"}),
     Case("sliding window, bfloat16", "gemma3_text", "numeric", "*.layers.0.self_attn", pairs=3e-3, tokens=96,
          load={"dtype": "bfloat16"}),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from mtplab.decode.drafters.assistant import AssistantDrafter
 from mtplab.decode.policy import AdaptiveDepth
 from mtplab.decode.selection import Draws
 from mtplab.decode.settings import Settings
-from mtplab.errors import ModelError
+from mtplab.errors import ModelError, RequestError
 from mtplab.models.inspect import inspect_checkpoint
 from mtplab.models.loader import load_target
 from mtplab.trials.arms import Session, parse_arm
@@ -183,4 +183,13 @@ def test_pairs_that_do_not_fit(pair, tmp_path, checkpoints):
         published.save_file(tensors, folder / "model.safetensors")
         with pytest.raises(ModelError, match=words):
             load_target(root / "target", assistant=folder)
-    assert load_target(root / "target", head="none", assistant=root / "assistant").head is None
+    with pytest.raises(RequestError, match="nothing that is to run needs one"):
+        load_target(root / "target", head="none", assistant=root / "assistant")
+
+
+def test_a_record_says_nothing_of_rows_that_an_assistant_does_not_keep(loaded):
+    request = Session(loaded, parse_arm("depth1")).request(
+        tiny.prompt(1, 9), request=0, settings=Settings(max_tokens=4)
+    )
+    kept = {k: request.settings[k] for k in ("drafter", "history", "prime", "drafts")}
+    assert kept == {"drafter": "mtp", "history": None, "prime": None, "drafts": "sampled"}

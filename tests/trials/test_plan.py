@@ -118,3 +118,12 @@ def test_a_setting_without_effect_is_an_error(changes, words):
     with pytest.raises(RequestError, match=words):
         change(Plan(), changes)
     assert change(Plan(), {"kv_group_size": 32, "kv_bits": 4}).kv_bits == 4
+
+
+def test_a_head_option_of_a_plan_without_an_arm_for_it_is_an_error(tmp_path):
+    (tmp_path / "p.toml").write_text('arms = ["baseline", "ngram2"]\nhistory = "none"\n')
+    with pytest.raises(RequestError, match="history 'none' is for an MTP head"):
+        change(load_plan(tmp_path / "p.toml"), {})
+    mixed = change(load_plan(tmp_path / "p.toml"), {"arms": ["baseline", "ngram2", "depth1"]})
+    assert mixed.history == "none", "one arm that uses it is enough"
+    assert change(Plan(arms=("baseline", "ngram2")), {"rounds": 2}).history == "verified"

@@ -14,12 +14,10 @@ import mlx.core as mx
 
 from mtplab.decode.drafters.base import Draft, propose
 from mtplab.decode.selection import Draws
-from mtplab.decode.settings import Settings
+from mtplab.decode.settings import Settings, check_drafts, check_history
 from mtplab.errors import RequestError
 from mtplab.models.heads import Head
 
-HISTORIES = ("verified", "drafted", "none")
-DRAFTS = ("sampled", "point")
 MAX_PENDING = 256  # rows kept back at depth 0 before they are absorbed without drafting
 
 
@@ -39,10 +37,8 @@ class MTPDrafter:
         prime: bool = True,
         drafts: str = "sampled",
     ):
-        if drafts not in DRAFTS:
-            raise RequestError(f"drafts {drafts!r} is not one of {', '.join(DRAFTS)}")
-        if history not in HISTORIES:
-            raise RequestError(f"history {history!r} is not one of {', '.join(HISTORIES)}")
+        check_drafts(drafts)
+        check_history(history)
         if history == "drafted" and len(head.layers) > 1:
             raise RequestError("history 'drafted' needs a head of one layer: deeper rows are in another layer's cache")
         self.head, self.settings, self.draws = head, settings, draws
