@@ -35,6 +35,7 @@ LOAD_OPTIONS = (
     "kv_bits", "kv_group_size", "max_kv_size", "dtype", "recursion", "hidden", "head_norms", "assistant",
     "trust_remote_code",
 )  # fmt: skip
+OF_THE_HEAD = ("recursion", "hidden", "head_norms")
 
 
 def say(event: dict[str, Any]) -> None:
@@ -132,6 +133,9 @@ def load(plan: Plan, names: Iterable[str]) -> Any:
     options = {k: getattr(plan, k) for k in LOAD_OPTIONS}
     if needed:
         return load_target(plan.model, head="require", head_folder=plan.head_folder, **options)
+    if any(arms.parse_arm(name).needs_head for name in plan.arms):
+        # They were asked for the other arms' head, which may be of a family that this trunk is not.
+        options |= dict.fromkeys(OF_THE_HEAD)
     return load_target(plan.model, head="none", **options)
 
 

@@ -108,7 +108,7 @@ def test_a_head_that_is_wrong_is_refused_by_name(pair, change, said):
         ({"num_nextn_predict_layers": 2}, "lacks model.mtp_layers.1"),
         ({"model_type": "llama"}, "holds a 'llama', which is no family"),
         ({"intermediate_size": 64}, "has shape"),
-        ({"hidden_size": None}, "hidden_size None; it must be"),
+        ({"hidden_size": None}, "hidden_size = None; it must be"),
         ({"num_attention_heads": 5}, "5 heads cannot share a width of 32"),
     ],
 )
