@@ -175,6 +175,17 @@ def test_the_command_line_takes_it_or_says_why_not(pair, capfd, tmp_path):
     assert manifest["effective"]["depth1"]["head"]["family"] == "mimo"
 
 
+def test_what_is_asked_of_the_head_does_not_stop_the_baseline_beside_it(pair, tmp_path):
+    """A llama has no family of heads, so that the options would be refused for an arm without the given one."""
+    sweep = ["sweep", "--model", str(pair[0]), "--corpus", "c", "--rounds", "1", "--prompts", "1", "--max-tokens", "4"]
+    sweep += ["--quiet", "--prompt-tokens", "8", "--modes", "greedy", "--arms", "baseline,depth1", "-o", "json"]
+    sweep += ["--head", str(pair[1]), "--recursion", "block", "--out", str(tmp_path / "run")]
+    assert cli.main(sweep) == 0
+    effective = json.loads((tmp_path / "run" / "manifest.json").read_text())["effective"]
+    assert effective["depth1"]["head"]["recursion"] == "block"
+    assert effective["depth1"]["head"]["norms"] == "as used"
+
+
 def test_a_head_takes_the_shape_of_its_trunk():
     base = {"model_type": "x", "vocab_size": 5}
     shape = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
