@@ -17,7 +17,7 @@ WHOLE = {
     "num_key_value_heads": 0, "head_dim": 0, "backbone_hidden_size": 1, "num_centroids": 1, "sliding_window": 0,
     "centroid_intermediate_top_k": 1,
 }  # fmt: skip
-POSITIVE = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
+POSITIVE = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")  # the last is a share
 NEVER_NULL = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "rope_theta")
 SIZES = ("_size", "_dim", "_rank", "_heads", "_experts", "_layers")
 OBJECTS = ("text_config", "rope_parameters", "rope_scaling")
@@ -56,6 +56,8 @@ def check(config: Mapping[str, Any], file: str = "config.json") -> None:
                 )
             if key in POSITIVE and not all(positive(p) for p in parts):
                 raise ModelError(f"{file} has {key} = {shown(value)}; it must be a number above 0")
+            if key == "partial_rotary_factor" and max(parts) > 1:
+                raise ModelError(f"{file} has {key} = {shown(value)}; it must be at most 1")
 
 
 def whole(value: Any, least: int) -> bool:

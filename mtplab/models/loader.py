@@ -98,11 +98,11 @@ def load_target(
         raise RequestError(f"head-norms {head_norms!r} is not one of raw, shifted")
     if head_folder is not None and head == "none":
         raise RequestError(f"the head in {head_folder} was given but nothing that is to run needs one; leave it out")
+    configs.check_sizes(config, tensors)
     source = headfile.find(folder, config, tensors, head_folder, wanted=head != "none")
     quantized = any(n.endswith(".scales") for n in tensors)
     spec, cast = headspec.find_spec(config), choose_dtype(dtype)
     in_head = set(headspec.head_names(spec, tensors)) if spec is not None else set()
-    configs.check_sizes(config, tensors)
     kinds.check_files(tensors, config, in_head)
     model = build_trunk(folder, config, tensors, in_head, trust_remote_code)
     _cast(model, cast)
