@@ -165,7 +165,7 @@ def test_the_norm_convention_in_force_is_in_the_facts(made, tmp_path, family):
 
 
 def test_a_norm_convention_for_a_head_that_has_but_one_is_refused(made, tmp_path, capfd):
-    mimo, llama = made("mimo").folder, tiny.build(tmp_path / "llama", "llama")
+    mimo, llama = (tiny.build(tmp_path / kind, kind) for kind in ("mimo", "llama"))
     assert load_target(mimo).facts["head"]["norms"] == "as used"
     common = ["-p", "abc", "-m", "2"]
     for asked in ("raw", "shifted"):
