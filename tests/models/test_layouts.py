@@ -164,8 +164,8 @@ def test_the_norm_convention_in_force_is_in_the_facts(made, tmp_path, family):
             assert load_target(folder, head_norms=asked).facts["head"]["norms"] == asked
 
 
-def test_a_norm_convention_for_a_head_that_has_but_one_is_refused(made, tmp_path, capfd):
-    mimo, llama = (tiny.build(tmp_path / kind, kind) for kind in ("mimo", "llama"))
+def test_a_norm_convention_for_a_head_that_has_but_one_is_refused(tmp_path, capfd):
+    mimo, llama, qwen = (tiny.build(tmp_path / kind, kind) for kind in ("mimo", "llama", "qwen3_5"))
     assert load_target(mimo).facts["head"]["norms"] == "as used"
     common = ["-p", "abc", "-m", "2"]
     for asked in ("raw", "shifted"):
@@ -173,10 +173,10 @@ def test_a_norm_convention_for_a_head_that_has_but_one_is_refused(made, tmp_path
             assert cli.main(["generate", "--model", str(mimo), *common, "--arm", arm, "--head-norms", asked]) == 2
             error = capfd.readouterr().err
             assert f"--head-norms {asked} cannot be honoured" in error and error.count("\n") == 1
-    with pytest.raises(RequestError, match="needs a checkpoint's MTP head"):
+    with pytest.raises(RequestError, match="needs an MTP head of a checkpoint"):
         load_target(llama, head_norms="raw")
     # A baseline beside an arm with a head gets the same options, and has no use for them.
-    assert load_target(made("qwen3_next").folder, head="none", head_norms="raw").head is None
+    assert load_target(qwen, head="none", head_norms="raw").head is None
 
 
 def test_tied_and_untied_unembeddings(tmp_path):
