@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 
 from mtplab.errors import ModelError
 from mtplab.models import cache as caches
-from mtplab.models import headers, kinds, mlxlm
+from mtplab.models import configs, headers, kinds, mlxlm
 from mtplab.models.target import Target
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -149,11 +149,21 @@ def producers(target: Target, layer_types: list[str]) -> dict[str, int]:
 def load_assistant(folder: Path, target: Target) -> Assistant:
     """The assistant of a target from its folder, strictly: names, shapes and kinds as for any head."""
     config, tensors = headers.read_json(folder / "config.json"), headers.read_headers(folder)
-    if config.get("model_type") not in MODEL_TYPES or not isinstance(config.get("text_config"), dict):
+    if config.get("model_type") not in MODEL_TYPES:
         raise ModelError(f"{folder} is no Gemma 4 assistant: its model_type is {config.get('model_type')!r}")
+    if not isinstance(config.get("text_config"), dict):
+        said = configs.shown(config.get("text_config"))
+        raise ModelError(f"{folder}/config.json has text_config = {said}; it must be an object")
+    configs.check_sizes(config, tensors, f"{folder}/config.json")
     kinds.check_files(tensors, config, set())
     mlxlm.light()
-    model = Assistant(config, target)
+    try:
+        model = Assistant(config, target)
+    except ModelError:
+        raise
+    except Exception as error:  # mlx-lm's code on somebody's config: anything may come
+        why = " ".join(str(error).split())[:200]
+        raise ModelError(f"{folder}/config.json does not describe an assistant: {why}") from error
     weights: dict[str, mx.array] = {}
     for file in sorted({t.file for t in tensors.values()}):
         weights |= mx.load(str(folder / file))

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mtplab.errors import ModelError, RequestError
-from mtplab.models import gguf, gguf_tokenizer
+from mtplab.models import configs, gguf, gguf_tokenizer
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -54,13 +54,13 @@ def convert(source: Path, folder: Path, *, dtype: str = "float16", tokenizer: Pa
         raise RequestError(f"{folder} exists already; choose another folder")
     meta, tensors = gguf.read(source)
     config = config_of(meta, tensors)
+    check_tensors(tensors, config)
+    # Before the weights: it takes no time, and nothing is decoded for a file that is refused then.
+    files = {"config.json": config} | ({} if tokenizer is not None else gguf_tokenizer.files(meta))
     arrays, packed = weights(tensors, config, dtype)
     if packed:
         # mlx-lm quantizes what has scales; a kind of its own is named per module.
         config["quantization"] = {"group_size": gguf.BLOCK, "bits": 4, "mode": "affine"} | packed
-    files = {"config.json": config}
-    if tokenizer is None:
-        files |= gguf_tokenizer.files(meta)
     _write(folder, arrays, files, tokenizer)
     kinds = sorted({t.kind.name for t in tensors.values()})
     parameters = sum(int(np.prod(t.shape)) for t in tensors.values())
@@ -71,12 +71,16 @@ def config_of(meta: Mapping[str, Any], tensors: Mapping[str, gguf.Tensor]) -> di
     """mlx-lm's llama config from the metadata. Raises ModelError for what it cannot express."""
     kind = meta.get("general.architecture")
     if kind != "llama":
-        raise ModelError(f"the GGUF file holds a {kind!r}; only llama-type models can be converted")
+        raise ModelError(
+            f"the GGUF file holds a {configs.shown(kind)} (general.architecture); only llamas can be converted"
+        )
     scaling = meta.get("llama.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in tensors:
-        raise ModelError(f"this model scales its rotary embedding ({scaling}), which the conversion cannot express")
-    if meta.get("llama.expert_count", 0):
-        raise ModelError(f"this model has {meta['llama.expert_count']} experts; only dense llamas can be converted")
+        said = f"llama.rope.scaling.type is {configs.shown(scaling)}"
+        raise ModelError(f"this model scales its rotary embedding ({said}), which the conversion cannot express")
+    experts = _whole(meta, "llama.expert_count", 0, least=0)
+    if experts:
+        raise ModelError(f"this model has {experts} experts; only dense llamas can be converted")
     try:
         return _config(meta, tensors)
     except KeyError as error:
@@ -84,12 +88,13 @@ def config_of(meta: Mapping[str, Any], tensors: Mapping[str, gguf.Tensor]) -> di
 
 
 def _config(meta: Mapping[str, Any], tensors: Mapping[str, gguf.Tensor]) -> dict[str, Any]:
-    dim, heads = meta["llama.embedding_length"], meta["llama.attention.head_count"]
-    size = meta.get("llama.attention.key_length", dim // heads if heads else 0)
+    dim, heads = _whole(meta, "llama.embedding_length"), _whole(meta, "llama.attention.head_count")
+    size = _whole(meta, "llama.attention.key_length", dim // heads or 1)
     for name, value in (("rope.dimension_count", size), ("attention.value_length", size)):
-        if meta.get(f"llama.{name}", value) != value:
+        found = meta.get(f"llama.{name}", value)
+        if found != value:
             raise ModelError(
-                f"llama.{name} is {meta[f'llama.{name}']} where heads are {value} wide; cannot be expressed"
+                f"llama.{name} is {configs.shown(found)} where heads are {value} wide; cannot be expressed"
             )
     if "token_embd.weight" not in tensors:
         raise ModelError("the GGUF file lacks the tensor 'token_embd.weight'")
@@ -97,15 +102,15 @@ def _config(meta: Mapping[str, Any], tensors: Mapping[str, gguf.Tensor]) -> dict
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": dim,
-        "num_hidden_layers": meta["llama.block_count"],
-        "intermediate_size": meta["llama.feed_forward_length"],
+        "num_hidden_layers": _whole(meta, "llama.block_count"),
+        "intermediate_size": _whole(meta, "llama.feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.get("llama.attention.head_count_kv", heads),
+        "num_key_value_heads": _whole(meta, "llama.attention.head_count_kv", heads),
         "head_dim": size,
         # float32 in the file: 9.999999747378752e-06 was 1e-5.
-        "rms_norm_eps": float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.6g}"),
-        "rope_theta": float(f"{meta.get('llama.rope.freq_base', 10000.0):.7g}"),
-        "max_position_embeddings": meta["llama.context_length"],
+        "rms_norm_eps": float(f"{_positive(meta, 'llama.attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": float(f"{_positive(meta, 'llama.rope.freq_base', 10000.0):.7g}"),
+        "max_position_embeddings": _whole(meta, "llama.context_length"),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
@@ -113,6 +118,20 @@ def _config(meta: Mapping[str, Any], tensors: Mapping[str, gguf.Tensor]) -> dict
         "torch_dtype": "float16",
         **gguf_tokenizer.ids(meta),
     }
+
+
+def _whole(meta: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    value = meta[key] if default is None else meta.get(key, default)
+    if not configs.whole(value, least):
+        raise gguf.wrong(key, value, f"a whole number of at least {least}")
+    return value
+
+
+def _positive(meta: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = meta[key] if default is None else meta.get(key, default)
+    if not configs.positive(value):
+        raise gguf.wrong(key, value, "a number above 0")
+    return value
 
 
 def name_of(name: str) -> str:
@@ -125,6 +144,43 @@ def name_of(name: str) -> str:
         if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in LAYER_NAMES:
             return f"model.layers.{int(parts[1])}.{LAYER_NAMES[parts[2]]}.{last}"
     raise ModelError(f"the GGUF file has a tensor {name!r} that a llama has not")
+
+
+def check_tensors(tensors: Mapping[str, gguf.Tensor], config: Mapping[str, Any]) -> None:
+    """The file holds every tensor of the llama that its metadata describe, in its shape, and no other. ModelError."""
+    for name in tensors:
+        name_of(name)
+    expected = {}
+    for name, shape in shapes(config):
+        if name not in tensors:
+            raise ModelError(f"the GGUF file lacks the tensor {name!r}; download it again")
+        if tensors[name].shape != shape:
+            raise ModelError(
+                f"the tensor {name!r} has shape {list(tensors[name].shape)}, the model needs {list(shape)}"
+            )
+        expected[name] = shape
+    left = next((n for n in tensors if n not in expected), None)
+    if left is not None:
+        raise ModelError(f"the GGUF file has the tensor {left!r}, which the model of its metadata has no place for")
+
+
+def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(GGUF's name, shape) of every tensor of a llama."""
+    dim, ffn, vocab, size = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "head_dim"))
+    q, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    rows = {"attn_q": (q, dim), "attn_k": (kv, dim), "attn_v": (kv, dim), "attn_output": (dim, q)}
+    rows |= {"ffn_gate": (ffn, dim), "ffn_up": (ffn, dim), "ffn_down": (dim, ffn)}
+    yield "token_embd.weight", (vocab, dim)
+    yield "output_norm.weight", (dim,)
+    if not config["tie_word_embeddings"]:
+        yield "output.weight", (vocab, dim)
+    for i in range(config["num_hidden_layers"]):
+        for name in LAYER_NAMES:
+            shape = rows.get(name, (dim,))
+            yield f"blk.{i}.{name}.weight", shape
+            # mlx-lm's llama has the biases of all projections of a block's half or none of them.
+            if config["attention_bias" if name.startswith("attn") else "mlp_bias"] and len(shape) == 2:
+                yield f"blk.{i}.{name}.bias", shape[:1]
 
 
 def halves_in_order(rows: np.ndarray, heads: int) -> np.ndarray:

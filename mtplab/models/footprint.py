@@ -15,6 +15,8 @@ ROLLBACK = {
     "recurrent": "yes: the state before the block returns and the rows kept run again",
     "stateless": "nothing to roll back",
 }
+# Families of mlx-lm with a layer cache of their own kind, which `models.cache` takes for unknown.
+NO_ROLLBACK = {"llama4": "ChunkedKVCache", "deepseek_v41": "LayerCache", "deepseek_v41_text": "LayerCache"}
 TYPES = {
     "full_attention": "full", "attention": "full", "global": "full", "sliding_attention": "sliding",
     "linear_attention": "recurrent", "mamba": "recurrent", "conv": "recurrent", "moe": "stateless", "mlp": "stateless",
@@ -62,9 +64,11 @@ def layer_kinds(config: Mapping[str, Any]) -> Counter[str]:
 
 
 def describe_cache(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers by kind of state and whether each can be rolled back."""
-    kinds = layer_kinds(config)
-    return {"layers": dict(kinds), "rollback": {k: ROLLBACK[k] for k in kinds}}
+    """Layers by kind of state and whether each can be rolled back ("no: " and why, where a family's cannot)."""
+    kinds, kind = layer_kinds(config), config.get("model_type")
+    odd = NO_ROLLBACK.get(kind) if isinstance(kind, str) else None
+    no = f"no: {odd} cannot be rolled back; use baseline or depth0"
+    return {"layers": dict(kinds), "rollback": {k: no if odd else ROLLBACK[k] for k in kinds}}
 
 
 def bytes_per_token(config: Mapping[str, Any]) -> dict[str, int] | None:
@@ -104,23 +108,28 @@ def memory_by_context(
     weights: int,
     head_layers: int,
     *,
+    head_config: Mapping[str, Any] | None = None,
     per: Mapping[str, int] | None = None,
     known: bool = False,
 ) -> dict[str, int | None]:
     """Bytes for weights as stored plus cache at 16 bits, at the usual contexts up to the model's own.
 
-    `head_layers`: layers of the MTP head, each with a cache of its own. Activations are not in it. `per`, when
-    `known`: bytes per token and layer instead of those that the config tells (None: unknown).
+    `head_layers`: layers of the MTP head, each with a cache of its own, shaped by `head_config` where that is not the
+    trunk's. Activations are not in it. `per`, when `known`: bytes per token and layer instead of those that the config
+    tells (None: unknown).
     """
     per, kinds = per if known else bytes_per_token(config), layer_kinds(config)
     limit = context_of(config) or max(CONTEXTS)
     wanted = [c for c in CONTEXTS if c <= limit] or [limit]
     if per is None:
         return dict.fromkeys(map(str, wanted))
-    kinds["latent" if kinds["latent"] else "full"] += head_layers
+    head = None if head_config in (None, config) else bytes_per_token(head_config)
+    if head is None:
+        kinds["latent" if kinds["latent"] else "full"] += head_layers
     window, fixed = number(text_config(config), "sliding_window"), kinds["recurrent"] * state_bytes(config)
     out = {}
     for c in wanted:
         cached = c * (kinds["full"] * per["full"] + kinds["latent"] * per["latent"])
+        cached += c * head_layers * head["full"] if head else 0
         out[str(c)] = weights + fixed + cached + min(c, window or c) * kinds["sliding"] * per["sliding"]
     return out

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mtplab.errors import ModelError
+from mtplab.models.configs import shown
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -61,6 +62,11 @@ class Tensor:
         """Of an affine kind (weight = scale * code + bias), else None: codes uint8 [rows, columns], scales and biases
         float32 [rows, columns / 32], bits."""
         return AFFINE[self.kind.name](self) if self.kind.name in AFFINE else None
+
+
+def wrong(key: str, value: Any, must: str) -> ModelError:
+    """The error of metadata of another type or size than they must have."""
+    return ModelError(f"the GGUF file has {key} = {shown(value)}; it must be {must}")
 
 
 class _Reader:

@@ -52,7 +52,7 @@ def load_head(
             name = tensor_name(spec, prefix, path)
             raise ModelError(f"{name} has shape {list(a.shape)}, the head needs {list(shapes[path])}")
     if spec.zero_centred:
-        chosen = centre_norms(chosen, raw_norms, lambda path: tensor_name(spec, prefix, path))
+        chosen, head.norms = centre_norms(chosen, raw_norms, lambda path: tensor_name(spec, prefix, path))
     head.load_weights(list(chosen.items()), strict=True)
     head._file_names = tuple((path, tensor_name(spec, prefix, path)) for path in chosen)
     head.eval()
@@ -140,8 +140,9 @@ def quantize_as_stored(head: Head, prefix: str, chosen: Mapping[str, mx.array], 
     nn.quantize(head, class_predicate=kind)
 
 
-def centre_norms(weights: dict[str, mx.array], raw: bool | None, name: Any) -> dict[str, mx.array]:
-    """Add one to zero-centred norm weights. Unshifted, a head loads without a sound and accepts about nothing."""
+def centre_norms(weights: dict[str, mx.array], raw: bool | None, name: Any) -> tuple[dict[str, mx.array], str]:
+    """(weights, convention found) with one added to zero-centred norm weights. Unshifted, a head loads without a sound
+    and accepts about nothing."""
     norms = [p for p, a in weights.items() if a.ndim == 1 and "norm" in p]
     means = {p: weights[p].astype(mx.float32).mean().item() for p in norms}
     mean = sum(means.values()) / len(norms)
@@ -152,4 +153,4 @@ def centre_norms(weights: dict[str, mx.array], raw: bool | None, name: Any) -> d
                 "zero-centred; use --head-norms raw or --head-norms shifted"
             )
         raw = mean < RAW_BELOW
-    return {p: a + 1.0 if raw and p in norms else a for p, a in weights.items()}
+    return {p: a + 1.0 if raw and p in norms else a for p, a in weights.items()}, "raw" if raw else "shifted"

@@ -101,14 +101,15 @@ class Head(nn.Module):
         self.layers = [HeadLayer(spec, args, i) for i in range(layers)]
         self._spec, self._target, self._dim = spec, target, args.hidden_size
         self._file_names: tuple[tuple[str, str], ...] = ()  # parameter path, name in the checkpoint
+        self.norms = "as used"  # how the file stores norm weights: raw (zero-centred), shifted, or as all families else
 
     @property
     def spec(self) -> HeadSpec:
         return self._spec
 
     def effective(self) -> dict[str, Any]:
-        """The row as it is used and the number of layers, for the record."""
-        return self._spec.effective() | {"layers": len(self.layers)}
+        """The row as it is used, the number of layers and the norm convention of the file, for the record."""
+        return self._spec.effective() | {"layers": len(self.layers), "norms": self.norms}
 
     @property
     def file_names(self) -> dict[str, str]:

@@ -14,10 +14,15 @@ from typing import Any
 
 from mtplab.backend import machine
 from mtplab.errors import ModelError
-from mtplab.models import families, footprint, headers, headspec, kinds
+from mtplab.models import configs, families, footprint, headers, headfile, headspec, kinds
 from mtplab.models.canvas import describe
 from mtplab.models.canvas.names import is_canvas
 
+# The modules of a plain attention layer, to which the block of a head in a folder of its own is compared.
+PLAIN_BLOCK = {"input_layernorm", "post_attention_layernorm"} | {
+    *(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in ("gate", "up", "down"))
+}  # fmt: skip
+NO_FIXED = "no: --verify fixed has no form for ConcatenateKVCache; use --verify rowwise"
 ROLES = ("embed_norm", "hidden_norm", "proj", "final_norm", "unembed", "embed")
 Tensors = Mapping[str, headers.TensorInfo]
 
@@ -30,8 +35,11 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     config, tensors = headers.read_json(folder / "config.json"), headers.read_headers(folder)
     spec = headspec.find_spec(config)
     head_names = set(headspec.head_names(spec, tensors)) if spec is not None else set()
-    head = describe_head(folder, spec, config, tensors, head_names)
+    head, head_config = find_head(folder, spec, config, tensors, head_names)
     sizes = bytes_by_part(tensors, head_names)
+    if head_config is not config:
+        total = sizes.pop("total")
+        sizes |= {"mtp head": head["bytes"], "total": total + head["bytes"]}
     problem = _problem(tensors, config, head_names)
     out = {
         "folder": folder.name,
@@ -50,7 +58,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     if is_canvas(config.get("model_type")):
         return out | _canvas(folder, config, tensors, out)
     layers = head.get("layers", 0) if head["status"] == "present" else 0
-    out["memory"] = footprint.memory_by_context(config, sizes["total"], layers)
+    out["memory"] = footprint.memory_by_context(config, sizes["total"], layers, head_config=head_config)
     out["machine"] = machine.memory()
     out["arms"] = arms(out)
     out["verify"] = verify_modes(out)
@@ -59,6 +67,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
 
 def _problem(tensors: Tensors, config: dict, head: set[str]) -> str | None:
     try:
+        configs.check(config)
         kinds.check_files(tensors, config, head)
     except ModelError as error:
         return str(error)
@@ -168,6 +177,22 @@ def describe_quantization(config: dict, tensors: Tensors, head_names: set[str]) 
     }
 
 
+def find_head(
+    folder: Path, spec: headspec.HeadSpec | None, config: dict, tensors: Tensors, names: set[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(description, config it is read with) of the head that a load would take: the checkpoint's own, or the one in a
+    folder of its own inside. Status "refused": a load with a head would end with `why`."""
+    try:
+        place = headfile.inside(folder, config, tensors)
+        if place is None:
+            return describe_head(folder, spec, config, tensors, names), config
+        own, found = headfile.listed(place, config)
+    except ModelError as error:
+        return {"status": "refused", "why": str(error)}, config
+    described = describe_head(place, headspec.find_spec(own), own, found, set(found))
+    return {"folder": headfile.INSIDE, "bytes": 0, **described}, own
+
+
 def describe_head(folder: Path, spec: Any, config: dict, tensors: Tensors, names: set[str]) -> dict[str, Any]:
     """Status "none", "present", "declared" (the config says so, no tensors), "undeclared" (tensors, but the config
     says 0) or "missing" (some tensors lack)."""
@@ -185,6 +210,7 @@ def describe_head(folder: Path, spec: Any, config: dict, tensors: Tensors, names
     layers = declared or 1 + max((i for n in names if (i := headspec.layer_of(spec, n)) is not None), default=0)
     prefix = next((p for p in spec.prefixes if f"{spec.name('proj', p, 0)}.weight" in names), spec.prefixes[0])
     roles = head_roles(spec, prefix, layers, config, tensors, names)
+    out |= {"files": sorted({tensors[n].file for n in names}), "bytes": sum(tensors[n].nbytes for n in names)}
     missing = missing_tensors(spec, prefix, layers, tensors, names)
     status, why = ("missing", f"the head lacks {', '.join(missing[:4])}") if missing else ("present", None)
     if declared == 0:
@@ -216,7 +242,7 @@ def head_roles(
 
 def missing_tensors(spec: headspec.HeadSpec, prefix: str, layers: int, tensors: Tensors, names: set[str]) -> list[str]:
     """Fixed parts that lack a tensor, and modules that the trunk's most alike layer has and a head block has not."""
-    missing, trunk = [], _trunk_layers(tensors, names)
+    missing, trunk = [], _trunk_layers(tensors, names) or ([PLAIN_BLOCK] if spec.family == "mimo" else [])
     for i in range(layers):
         for role in ROLES[:4]:
             stem = spec.name(role, prefix, i)
@@ -303,17 +329,29 @@ def arms(described: Mapping[str, Any]) -> dict[str, str]:
     if reason == "yes" and head["norm_convention"].startswith("not recognised"):
         reason = f"norm convention {head['norm_convention']}"
     base = described["problem"] or "yes"
-    reason = reason if base == "yes" else base
-    return {"baseline": base, "depth0": base, "ngram1..8": base, "depth1..8": reason, "adaptive": reason}
+    drafts = base if base != "yes" else no_rollback(described) or "yes"
+    reason = reason if drafts == "yes" else drafts
+    return {"baseline": base, "depth0": base, "ngram1..8": drafts, "depth1..8": reason, "adaptive": reason}
+
+
+def no_rollback(described: Mapping[str, Any]) -> str | None:
+    """Why no draft can be rejected, if that is so."""
+    return next((why for why in described["cache"]["rollback"].values() if why.startswith("no: ")), None)
 
 
 def verify_modes(described: Mapping[str, Any]) -> dict[str, str]:
-    """What a verify pass can promise on this architecture."""
-    layers = described["cache"]["layers"]
-    differ = []
+    """Each way of verifying: "yes" with what is to be known about it for this checkpoint, or why not."""
+    refused, layers, differ = described["problem"] or no_rollback(described), described["cache"]["layers"], []
+    if refused:
+        return dict.fromkeys(("batched", "rowwise", "fixed", "serial"), refused)
     if layers.get("latent"):
         differ.append("MLA attention computes one row by another path than a block")
     if layers.get("sliding"):
         differ.append("past its window a sliding cache keeps another order for one row than for a block")
-    exact = "no: " + "; ".join(differ) if differ else "yes"
-    return {"block": described["problem"] or "yes", "bit_equal_on_reference_blas": exact}
+    return {
+        "batched": "; ".join(["yes", *(f"not bit-equal to one-token decoding on any BLAS: {d}" for d in differ)]),
+        "rowwise": "yes, if its probe of the loaded model finds it exact",
+        # afm7 alone keeps keys in ConcatenateKVCache, which grows with every row.
+        "fixed": NO_FIXED if described["model_type"] == "afm7" else "yes, but not with --kv-bits",
+        "serial": "yes",
+    }

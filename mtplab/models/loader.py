@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mtplab.errors import ModelError, RequestError
-from mtplab.models import families, headers, headfile, headload, heads, headspec, kinds, mlxlm
+from mtplab.models import configs, families, headers, headfile, headload, heads, headspec, kinds, mlxlm
 from mtplab.models.assistant import Assistant, load_assistant
 from mtplab.models.canvas.names import is_canvas
 from mtplab.models.target import Target
@@ -24,7 +24,6 @@ from mtplab.models.tokenizer import Tokenizer
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 HEAD_MODES = ("auto", "none", "require")
-MAX_SIZE = 1 << 24  # of a dimension, a vocabulary, a number of experts
 NAN_CHECK_BYTES = 4 << 30  # larger checkpoints are caught at the first logits instead
 
 
@@ -99,11 +98,11 @@ def load_target(
         raise RequestError(f"head-norms {head_norms!r} is not one of raw, shifted")
     of_head = {"recursion": recursion, "hidden": hidden, "head-norms": head_norms}
     _refuse_unused(head, head_folder, assistant, of_head)
+    configs.check_sizes(config, tensors)
     source = headfile.find(folder, config, tensors, head_folder, wanted=head != "none")
     quantized = any(n.endswith(".scales") for n in tensors)
     spec, cast = headspec.find_spec(config), choose_dtype(dtype)
     in_head = set(headspec.head_names(spec, tensors)) if spec is not None else set()
-    check_sizes(config, tensors)
     kinds.check_files(tensors, config, in_head)
     model = build_trunk(folder, config, tensors, in_head, trust_remote_code)
     _cast(model, cast)
@@ -121,6 +120,8 @@ def load_target(
     )
     unused = head == "none" or assistant is not None
     layers = 0 if unused else wanted_layers(spec, source.config, source.tensors, require=head == "require")
+    if head_norms is not None:
+        _check_norms(head_norms, spec if layers or head == "none" else None)
     module: heads.Head | Assistant | None = None
     if assistant is not None and head != "none":
         module = load_assistant(resolve(assistant), target)
@@ -203,26 +204,6 @@ def build_trunk(folder: Path, config: dict, tensors: dict, in_head: set[str], tr
         raise ModelError(f"{folder} does not fit its config.json: {_one_line(error)}") from error
 
 
-def check_sizes(config: dict, tensors: dict) -> None:
-    """A config may claim any size, and the modules are built from it: what the files cannot hold is refused before."""
-    for source in (config, _text(config)):
-        for key, value in source.items():
-            if key == "num_hidden_layers" and (type(value) is not int or not 0 < value <= len(tensors)):
-                raise ModelError(f"config.json has {key} = {_short(value)}, but the files hold {len(tensors)} tensors")
-            sized = key.endswith(("_size", "_dim", "_rank", "_heads", "_experts", "_layers"))
-            if sized and isinstance(value, (int, float)) and value > MAX_SIZE:
-                raise ModelError(f"config.json has {key} = {_short(value)}, which no tensor of the files has")
-
-
-def _text(config: dict) -> dict:
-    return config["text_config"] if isinstance(config.get("text_config"), dict) else {}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:297] + "..."
@@ -264,9 +245,20 @@ def wanted_layers(spec: Any, config: dict, tensors: dict, *, require: bool) -> i
     return declared or 1 + max((i for n in found if (i := headspec.layer_of(spec, n)) is not None), default=0)
 
 
+def _check_norms(asked: str, spec: Any) -> None:
+    """Only a family with two conventions has one to choose."""
+    if spec is None:
+        raise RequestError(
+            f"--head-norms {asked} needs an MTP head of a checkpoint, and none is used here; leave it out"
+        )
+    if not spec.zero_centred:
+        raise RequestError(
+            f"--head-norms {asked} cannot be honoured: a head of the family {spec.family} stores its norm weights as "
+            "they are used; leave it out"
+        )
+
+
 def _read_head(spec: Any, layers: int, source: headfile.HeadSource, target: Target, norms: str | None) -> heads.Head:
-    if norms not in (None, "raw", "shifted"):
-        raise RequestError(f"head-norms {norms!r} is not one of raw, shifted")
     tensors = source.tensors
     args = source.args or getattr(target.outer, "args", None) or target.model.args
     weights = read_tensors(source.folder, tensors, set(headspec.head_names(spec, tensors)))
@@ -293,7 +285,7 @@ def _refuse_nan(model: nn.Module, head: heads.Head | Assistant | None) -> None:
 
 
 def context_length(config: dict) -> int:
-    for source in (config, _text(config)):
+    for source in (config, configs.text_of(config)):
         for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
             if isinstance(source.get(key), int):
                 return source[key]

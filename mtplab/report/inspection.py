@@ -36,7 +36,7 @@ def sections(found: Mapping[str, Any]) -> Iterator[tuple[str, Rows]]:
     head = found["head"]
     yield "MTP head", _rows({
         "status": head["status"], "family": head.get("family"), "layers": head.get("layers"),
-        "declared layers": head.get("declared_layers"), "why": head.get("why"),
+        "declared layers": head.get("declared_layers"), "why": head.get("why"), "stored in": _stored(head),
         "stored norms": head.get("norm_convention"),
         "wiring": _wiring(head["spec"]) if "spec" in head else None,
     })  # fmt: skip
@@ -58,6 +58,14 @@ def sections(found: Mapping[str, Any]) -> Iterator[tuple[str, Rows]]:
 
 def _rows(pairs: Mapping[str, Any]) -> Rows:
     return [{"fact": k, "value": v} for k, v in pairs.items() if v not in (None, "")]
+
+
+def _stored(head: Mapping[str, Any]) -> str | None:
+    if "files" not in head:
+        return None
+    place = f"{head['folder']}/" if "folder" in head else ""
+    files = ", ".join(place + f for f in head["files"])
+    return f"{files} ({head['tensors']} tensors, {_size(head['bytes'])})"
 
 
 def _wiring(spec: Mapping[str, Any]) -> str:
@@ -95,4 +103,6 @@ def _memory(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _size(value: int | None) -> str | None:
     if value is None:
         return "unknown"
+    if value < 2**20:
+        return f"{value / 2**10:.1f} KiB"
     return f"{value / 2**30:.1f} GiB" if value >= 10 * 2**30 else f"{value / 2**20:.1f} MiB"

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mtplab import __version__
 from mtplab.errors import ModelError
-from mtplab.models import headfile, heads, headspec, mlxlm
+from mtplab.models import configs, headfile, heads, headspec, mlxlm
 from mtplab.models.headers import read_json
 from mtplab.models.loader import Loaded, context_length
 from mtplab.train.plan import HeadPlan
@@ -23,24 +23,26 @@ FAMILY = "mimo"  # attention with biases, SwiGLU, RMSNorm: no head is simpler, a
 
 def head_config(trunk: dict[str, Any], ffn: int | None = None) -> dict[str, Any]:
     """A one-layer MiMo head that fits a trunk: its width, and its attention's shape where that divides the width."""
-    c = trunk | (trunk.get("text_config") or {})
+    configs.check(trunk, "the trunk's config.json")
+    c = trunk | configs.text_of(trunk)
     dim = c.get("hidden_size")
     if not isinstance(dim, int):
         raise ModelError("the trunk's config.json has no hidden_size, so no head can be shaped for it")
     heads_, kv = _attention(dim, c.get("num_attention_heads"), c.get("num_key_value_heads"))
-    theta = c.get("rope_theta") or (c.get("rope_parameters") or {}).get("rope_theta") or 10000.0
+    theta = c.get("rope_theta") or (c.get("rope_parameters") or {}).get("rope_theta")
+    width = c.get("intermediate_size")
     return {
         "architectures": ["MiMoForCausalLM"],
         "model_type": FAMILY,
         "hidden_size": dim,
         "num_hidden_layers": 0,
-        "intermediate_size": ffn or c.get("intermediate_size") or 4 * dim,
+        "intermediate_size": ffn or (width if configs.whole(width, 1) else 4 * dim),  # some list one per layer
         "num_attention_heads": heads_,
         "num_key_value_heads": kv,
         "rms_norm_eps": c.get("rms_norm_eps") or 1e-5,
         "vocab_size": c.get("vocab_size"),
         "max_position_embeddings": context_length(trunk),
-        "rope_theta": theta,
+        "rope_theta": theta if configs.positive(theta) else 10000.0,
         "tie_word_embeddings": True,
         "num_nextn_predict_layers": 1,
         "torch_dtype": "float16",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import helpers
 import mlx.core as mx
@@ -154,6 +155,54 @@ def test_inspect_says_where_the_drafter_is(pair):
     assert "--assistant" in target["arms"]["depth1..8"] and target["arms"]["baseline"] == "yes"
     assert target["cache"]["layers"] == {"sliding": 2, "full": 2, "stateless": 2}
     assert "--assistant beside the target" in assistant["arms"]["baseline"]
+
+
+@pytest.mark.parametrize("order", ["twice", "past the end", "negative", "floats"])
+def test_an_ordering_that_is_no_permutation_is_refused(pair, tmp_path, order):
+    """It indexes the tables: an id past their end would be read from the memory behind them."""
+    root = pair[0]
+    tensors = load_file(root / "assistant" / "model.safetensors")
+    name = "masked_embedding.token_ordering"
+    if name not in tensors:
+        pytest.skip("this assistant orders nothing")
+    spoiled = tensors[name].clone()
+    spoiled[0] = {"twice": int(spoiled[1]), "past the end": tiny.VOCAB, "negative": -1}.get(order, spoiled[0])
+    folder = tmp_path / "assistant"
+    shutil.copytree(root / "assistant", folder)
+    published.save_file(
+        tensors | {name: spoiled.float() if order == "floats" else spoiled}, folder / "model.safetensors"
+    )
+    with pytest.raises(ModelError, match="token_ordering is no permutation of the vocabulary"):
+        load_target(root / "target", assistant=folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_centroids": "x"}, "config.json has num_centroids = 'x'; it must be a whole number"),
+        ({"backbone_hidden_size": []}, "config.json has backbone_hidden_size = \\[\\]; it must be a whole number"),
+        ({"text_config": "x"}, "config.json has text_config = 'x'; it must be an object"),
+        ({"text_config.sliding_window": "x"}, "config.json has sliding_window = 'x'; it must be a whole number"),
+        (
+            {"text_config.num_hidden_layers": 10**9},
+            "config.json has num_hidden_layers = 1000000000, but the files hold",
+        ),
+        ({"text_config.layer_types": "x"}, "config.json does not describe an assistant"),
+        ({"text_config.rope_parameters": {"full_attention": 3}}, "config.json does not describe an assistant"),
+    ],
+)
+def test_an_assistants_config_of_the_wrong_types(pair, tmp_path, changes, said):
+    root = pair[0]
+    folder = tmp_path / "assistant"
+    shutil.copytree(root / "assistant", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        *outer, last = key.split(".")
+        (config[outer[0]] if outer else config)[last] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=said) as caught:
+        load_target(root / "target", assistant=folder)
+    assert str(folder) in str(caught.value)
 
 
 def test_families_without_a_trunk_say_so(tmp_path, checkpoints):

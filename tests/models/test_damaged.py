@@ -85,6 +85,16 @@ def test_a_missing_expert_is_named(made, tmp_path):
     refused(published.write(m, tmp_path / "x", {n: a for n, a in m.tensors.items() if n != name}), name)
 
 
+@pytest.mark.parametrize("part", ["shared_head.head", "embed_tokens"])
+def test_a_table_of_the_head_with_other_rows_than_the_trunks_is_named(made, tmp_path, part):
+    """An id past the trunk's table would be read from the memory behind it."""
+    m = made("deepseek_v3")
+    name = f"model.layers.2.{part}"
+    for rows in (tiny.VOCAB - 1, tiny.VOCAB + 3):
+        folder = published.write(m, tmp_path / "x", m.tensors | {f"{name}.weight": torch.randn(rows, 32)})
+        refused(folder, f"{name} has {rows} rows where the trunk's table has {tiny.VOCAB}")
+
+
 def test_a_norm_convention_that_cannot_be_told(made, tmp_path):
     """An export (no raw layout left in the trunk) whose head norms lie between both conventions."""
     folder = convert(load_target(made("qwen3_next").folder), tmp_path / "x")

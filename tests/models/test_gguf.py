@@ -158,7 +158,7 @@ def test_an_unknown_tokenizer_is_refused_and_can_be_replaced(tmp_path, source, m
     ("meta", "said"),
     [
         ({"general.architecture": "qwen2"}, "holds a 'qwen2'"),
-        ({"llama.rope.scaling.type": "yarn"}, "scales its rotary embedding \\(yarn\\)"),
+        ({"llama.rope.scaling.type": "yarn"}, "scales its rotary embedding .*scaling.type is 'yarn'"),
         ({"llama.expert_count": 8}, "8 experts"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count is 4"),
         ({"general.alignment": 0}, "alignment 0"),
@@ -237,6 +237,93 @@ def test_mutated_files_are_read_or_refused(tmp_path, source):
         except ModelError:
             refused += 1
     assert 200 < refused <= 300
+
+
+LAYER = "blk.2."
+NEEDED = ["token_embd.weight", "output_norm.weight", *(f"{LAYER}{n}.weight" for n in convert.LAYER_NAMES)]
+
+
+def stored(path):
+    """(metadata, tensors as the builder takes them) of a file of floats."""
+    _, tensors = gguf.read(path)
+    return builder.metadata(CONFIG), {n: (t.floats(), "F32") for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_missing_tensor_is_named_and_nothing_is_written(tmp_path, source, name, capfd):
+    meta, tensors = stored(file_of(tmp_path, source))
+    path = builder.write(tmp_path / "m.gguf", meta, {n: t for n, t in tensors.items() if n != name})
+    assert cli.main(["convert", str(path), str(tmp_path / "out")]) == 3
+    error = capfd.readouterr().err
+    assert f"lacks the tensor '{name}'" in error and error.count("\n") == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"F32.gguf", "m.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("blk.3.attn_q.weight", (64, 64), "'blk.3.attn_q.weight', which the model of its metadata has no place for"),
+        ("blk.1.attn_k.bias", (32,), "'blk.1.attn_k.bias', which the model of its metadata has no place for"),
+        ("blk.0.attn_q.bias", (64,), "lacks the tensor 'blk.0.attn_k.bias'"),
+        ("blk.1.attn_v.weight", (64, 64), r"'blk.1.attn_v.weight' has shape \[64, 64\], the model needs \[32, 64\]"),
+        ("output.weight", (96, 64), r"'output.weight' has shape \[96, 64\], the model needs \[97, 64\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_metadata(tmp_path, source, name, shape, said):
+    meta, tensors = stored(file_of(tmp_path, source))
+    path = builder.write(tmp_path / "m.gguf", meta, tensors | {name: (np.ones(shape, np.float32), "F32")})
+    with pytest.raises(ModelError, match=said):
+        convert.convert(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_biases_of_every_projection_are_kept(tmp_path, source):
+    meta, tensors = stored(file_of(tmp_path, source))
+    sizes = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": 64}
+    biases = {f"blk.{i}.{n}.bias": (np.ones(s, np.float32), "F32") for i in range(3) for n, s in sizes.items()}
+    convert.convert(builder.write(tmp_path / "m.gguf", meta, tensors | biases), tmp_path / "out")
+    assert load_target(tmp_path / "out").target.model.layers[2].self_attn.o_proj.bias.shape == (64,)
+
+
+@pytest.mark.parametrize(
+    ("merge", "said"),
+    [
+        ("abc", "has the merge 'abc', which is not two tokens"),
+        ("a b c", "has the merge 'a b c', which is not two tokens"),
+        ("zz a", "has the merge 'zz a', but no token 'zz'"),
+        ("a zz", "has the merge 'a zz', but no token 'zz'"),
+        ("b a", "has the merge 'b a', but no token 'ba'"),
+    ],
+)
+def test_a_bad_merge_is_named(tmp_path, source, capfd, merge, said):
+    path = file_of(tmp_path, source, **{"tokenizer.ggml.merges": ["a b", merge, "ab c"]})
+    assert cli.main(["convert", str(path), str(tmp_path / "out")]) == 3
+    error = capfd.readouterr().err
+    assert said in error and "--tokenizer" in error and error.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["F32.gguf"]
+    assert cli.main(["convert", str(path), str(tmp_path / "out"), "--tokenizer", str(source[0])]) == 0
+
+
+TYPES = ["x", [], [1], None, -1, 10**15, 1e308, True, {"a": [1]}, ["a", 1], [["a"]]]
+
+
+def test_metadata_of_every_wrong_type(tmp_path, source, monkeypatch):
+    """Refused in one sentence, as a rule with the key, or converted to what loads and encodes."""
+    meta, tensors = gguf.read(file_of(tmp_path, source))
+    named, refused = 0, 0
+    for key in [*meta, "llama.attention.key_length", "llama.rope.scaling.type", "tokenizer.ggml.add_bos_token",
+                "tokenizer.ggml.eot_token_id"]:  # fmt: skip
+        for i, value in enumerate(TYPES):
+            monkeypatch.setattr(convert.gguf, "read", lambda path, k=key, v=value: (meta | {k: v}, tensors))
+            out = tmp_path / f"{key}{i}"
+            try:
+                convert.convert(tmp_path / "x.gguf", out)
+            except ModelError as error:
+                assert "\n" not in str(error) and len(str(error)) < 300 and not out.exists(), (key, value)
+                named, refused = named + (key in str(error)), refused + 1
+            else:
+                load_target(out).tokenizer.encode("abc")
+    assert refused > 180 and named >= refused - 12
 
 
 # The verb ------------------------------------------------------------------------------------------------------------

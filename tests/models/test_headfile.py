@@ -108,7 +108,7 @@ def test_a_head_that_is_wrong_is_refused_by_name(pair, change, said):
         ({"num_nextn_predict_layers": 2}, "lacks model.mtp_layers.1"),
         ({"model_type": "llama"}, "holds a 'llama', which is no family"),
         ({"intermediate_size": 64}, "has shape"),
-        ({"hidden_size": None}, "hidden_size None; it must be"),
+        ({"hidden_size": None}, "hidden_size = None; it must be"),
         ({"num_attention_heads": 5}, "5 heads cannot share a width of 32"),
     ],
 )
@@ -173,6 +173,17 @@ def test_the_command_line_takes_it_or_says_why_not(pair, capfd, tmp_path):
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert {"head/config.json", "head/model.safetensors"} <= set(manifest["files"])
     assert manifest["effective"]["depth1"]["head"]["family"] == "mimo"
+
+
+def test_what_is_asked_of_the_head_does_not_stop_the_baseline_beside_it(pair, tmp_path):
+    """A llama has no family of heads, so that the options would be refused for an arm without the given one."""
+    sweep = ["sweep", "--model", str(pair[0]), "--corpus", "c", "--rounds", "1", "--prompts", "1", "--max-tokens", "4"]
+    sweep += ["--quiet", "--prompt-tokens", "8", "--modes", "greedy", "--arms", "baseline,depth1", "-o", "json"]
+    sweep += ["--head", str(pair[1]), "--recursion", "block", "--out", str(tmp_path / "run")]
+    assert cli.main(sweep) == 0
+    effective = json.loads((tmp_path / "run" / "manifest.json").read_text())["effective"]
+    assert effective["depth1"]["head"]["recursion"] == "block"
+    assert effective["depth1"]["head"]["norms"] == "as used"
 
 
 def test_a_head_takes_the_shape_of_its_trunk():

@@ -13,7 +13,8 @@ import torch
 from exports import KINDS, convert
 from safetensors.torch import load_file, save_file
 
-from mtplab.errors import ModelError
+from mtplab import cli
+from mtplab.errors import ModelError, RequestError
 from mtplab.models.inspect import inspect_checkpoint
 from mtplab.models.loader import load_target
 
@@ -149,6 +150,33 @@ def test_raw_and_shifted_norms(made, tmp_path, family):
     same(logits(left_raw), logits(m.folder))
     told = {f: inspect_checkpoint(f)["head"]["norm_convention"] for f in (m.folder, shifted, left_raw)}
     assert [t.split(":")[0] for t in told.values()] == ["raw", "shifted", "raw"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "step3p5"])
+def test_the_norm_convention_in_force_is_in_the_facts(made, tmp_path, family):
+    """Recognised by the trunk's layout or by the means, or as asked for against both."""
+    m = made(family)
+    shifted = convert(load_target(m.folder), tmp_path / "shifted")
+    assert load_target(m.folder).facts["head"]["norms"] == "raw"
+    assert load_target(shifted).facts["head"]["norms"] == "shifted"
+    for folder in (m.folder, shifted):
+        for asked in ("raw", "shifted"):
+            assert load_target(folder, head_norms=asked).facts["head"]["norms"] == asked
+
+
+def test_a_norm_convention_for_a_head_that_has_but_one_is_refused(tmp_path, capfd):
+    mimo, llama, qwen = (tiny.build(tmp_path / kind, kind) for kind in ("mimo", "llama", "qwen3_5"))
+    assert load_target(mimo).facts["head"]["norms"] == "as used"
+    common = ["-p", "abc", "-m", "2"]
+    for asked in ("raw", "shifted"):
+        for arm in ("depth1", "baseline"):
+            assert cli.main(["generate", "--model", str(mimo), *common, "--arm", arm, "--head-norms", asked]) == 2
+            error = capfd.readouterr().err
+            assert f"--head-norms {asked} cannot be honoured" in error and error.count("\n") == 1
+    with pytest.raises(RequestError, match="needs an MTP head of a checkpoint"):
+        load_target(llama, head_norms="raw")
+    # A baseline beside an arm with a head gets the same options, and has no use for them.
+    assert load_target(qwen, head="none", head_norms="raw").head is None
 
 
 def test_tied_and_untied_unembeddings(tmp_path):

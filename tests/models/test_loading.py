@@ -118,6 +118,21 @@ def test_one_tensor_in_two_files(mimo):
     refused(mimo, "is in both")
 
 
+def test_a_second_set_of_weights_beside_the_index_is_left_alone(mimo):
+    """Some repositories ship `consolidated.safetensors` in another vendor's names; without an index it is theirs."""
+    edit = {f"layers.0.attention.w{i}.weight": mx.ones((4, 4)) for i in range(3)}
+    mx.save_safetensors(str(mimo / "consolidated.safetensors"), edit)
+    names = list(mx.load(str(mimo / "model.safetensors")))
+    index = mimo / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert set(headers.read_headers(mimo)) == set(names)
+    assert load_target(mimo).head is not None
+    told = inspect_checkpoint(mimo)
+    assert told["files"] == 1 and told["tensors"] == len(names)
+    index.unlink()
+    refused(mimo, "layers.0.attention.w0.weight")
+
+
 def test_a_pickle_is_never_opened(mimo):
     (mimo / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
     load_target(mimo)
