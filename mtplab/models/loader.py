@@ -117,7 +117,7 @@ def load_target(
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         max_kv_size=max_kv_size,
-        hidden=spec.hidden if spec is not None else "post",
+        hidden="post" if spec is None or (head == "none" and hidden is None) else spec.hidden,
     )
     unused = head == "none" or assistant is not None
     layers = 0 if unused else wanted_layers(spec, source.config, source.tensors, require=head == "require")

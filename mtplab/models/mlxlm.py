@@ -77,8 +77,8 @@ def no_trunk(kind: Any) -> str | None:
         return None
     here = f"mlx-vlm {_version('mlx-vlm')} is installed and has none" if folders else "mlx-vlm is not installed"
     return (
-        f"model_type {kind!r} is {VLM[kind]}, for which mlx-lm {_version('mlx-lm')} has no trunk but mlx-vlm 0.7.10 has: "
-        f"run `pip install 'mtplab[vlm]'` ({here})"
+        f"model_type {kind!r} is {VLM[kind]}, for which mlx-lm {_version('mlx-lm')} has no trunk but mlx-vlm 0.7.10 "
+        f"has: run `pip install 'mtplab[vlm]'` ({here})"
     )
 
 

@@ -65,7 +65,7 @@ def build(folder: Path, budget: int = 512, **changes: object) -> published.Made:
     config._attn_implementation = "eager"
     main = transformers.Qwen4ExpForCausalLM(config).eval()
     published.randomize(main, 0)
-    main.lm_head.weight.data.mul_(2.0)
+    main.lm_head.weight.data.mul_(4.0)
     head = TorchHead(config).eval()
     published.randomize(head, 1)
     made = published.Made("qwen4_exp", folder, main, [], mtp=head)
