@@ -98,6 +98,8 @@ def contents(leaf) -> list[np.ndarray]:
     parts = []
     for a in (leaf.keys, leaf.values):
         parts.extend(np.array(x)[..., : leaf.offset, :] for x in (a if isinstance(a, (tuple, list)) else [a]))
+    if getattr(leaf, "index_keys", None) is not None:
+        parts += [np.array(leaf.index_keys), np.array(leaf.index_position_ids)]
     return parts
 
 

@@ -19,7 +19,7 @@ from mtplab.diagnose import state
 from mtplab.diagnose.reference import aside
 from mtplab.models.cache import Cache, flatten, kind
 from mtplab.models.tap import tap, untap
-from mtplab.models.target import Target
+from mtplab.models.target import Target, first_rows
 
 
 class Shadow:
@@ -62,6 +62,7 @@ class Shadow:
             for leaf, old in zip(leaves, saved[at : at + len(leaves)], strict=True):
                 if kind(leaf) == "plain":
                     leaf.offset = old.offset + keep
+                    _cut_index(leaf)
                 elif kind(leaf) == "window":
                     _cut(leaf, rows - keep)
                 elif keep < rows:
@@ -85,6 +86,14 @@ def _cut(leaf: Any, rejected: int) -> None:
     leaf._idx = end - first
 
 
+def _cut_index(leaf: Any) -> None:
+    """An indexer's keys and positions down to the leaf's length; what it had pooled of them is made again."""
+    if getattr(leaf, "index_keys", None) is not None:
+        leaf.index_keys = leaf.index_keys[:, : leaf.offset]
+        leaf.index_position_ids = leaf.index_position_ids[..., : leaf.offset]
+        leaf.index_block_keys = None
+
+
 class _Inputs:
     """What every layer was called with during one block, so that a recurrent one can be called again on fewer rows."""
 
@@ -104,5 +113,4 @@ class _Inputs:
 
     def again(self, i: int, rows: int) -> None:
         args, kwargs = self.calls[i]
-        first = lambda a: a[:, :rows] if isinstance(a, mx.array) and a.ndim == 3 else a  # noqa: E731
-        self.layers[i](*map(first, args), **{k: first(v) for k, v in kwargs.items()})
+        self.layers[i](*(first_rows(a, rows) for a in args), **{k: first_rows(v, rows) for k, v in kwargs.items()})

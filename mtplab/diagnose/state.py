@@ -74,7 +74,7 @@ def copied(target: Target, state: Sequence[tuple[int, Any]], length: int) -> Cac
     cache.layers = [_refilled(layer, twins) for layer in cache.layers]
     for _, leaf in leaves(cache):
         if kind(leaf) == "plain":
-            leaf.offset = length  # rows beyond it are free space
+            leaf.trim(leaf.offset - length)  # rows beyond it are free space
     cache.length = length
     return cache
 
@@ -95,7 +95,10 @@ def contents(leaf: Any, length: int) -> dict[str, mx.array]:
     if kind(leaf) == "window":
         held = min(length, leaf.max_size)
         return {n: leaf._temporal_order(getattr(leaf, n))[..., -held:, :] for n in ("keys", "values")}
-    return {n: _plain(leaf, getattr(leaf, n))[..., :length, :] for n in ("keys", "values")}
+    parts = {n: _plain(leaf, getattr(leaf, n))[..., :length, :] for n in ("keys", "values")}
+    if getattr(leaf, "index_keys", None) is not None:
+        parts["index keys"] = leaf.index_keys[:, :length]
+    return parts
 
 
 def _plain(leaf: Any, value: Any) -> mx.array:
@@ -135,7 +138,7 @@ def compare(
 
 
 def _measured(pairs: Sequence[tuple[int, str, mx.array, mx.array]]) -> list[LeafDiff]:
-    numbers = [_numbers(x, y, rows=part in ("keys", "values")) for _, part, x, y in pairs]
+    numbers = [_numbers(x, y, rows=part in ("keys", "values", "index keys")) for _, part, x, y in pairs]
     mx.eval(numbers)
     out = []
     for (layer, part, _, _), (count, largest, relative) in zip(pairs, numbers, strict=True):

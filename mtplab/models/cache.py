@@ -6,7 +6,7 @@
 
 After `keep(n)` the state equals that of feeding only the first n rows. How that is done depends on the layer:
 
-plain KV (float or quantized)  the length goes back; the rejected rows are overwritten later
+plain KV (float or quantized)  the length goes back; the rejected rows are overwritten later, an indexer's keys cut off
 rotating KV                    a block of rows is appended in temporal order, so the rejected tail is cut off and
                                the oldest rows beyond the window are dropped, also when the window is full
 recurrent state                cannot be trimmed: the state before the block comes back and the layer runs again
@@ -94,6 +94,17 @@ def kind(leaf: Any) -> str:
     return "unknown"
 
 
+def index_of(leaf: Any) -> dict[str, Any]:
+    """What an indexer beside the attention keeps in a plain cache: replaced by every block, never written into."""
+    return {name: value for name, value in vars(leaf).items() if name.startswith("index_")}
+
+
+def leaf_arrays(leaf: Any) -> list[mx.array]:
+    """Every array of a leaf cache."""
+    values = leaf.cache if kind(leaf) == "state" else [leaf.keys, leaf.values, *index_of(leaf).values()]
+    return [a for v in values for a in (v if isinstance(v, (tuple, list)) else [v]) if isinstance(a, mx.array)]
+
+
 def make_room(leaf: Any, rows: int) -> None:
     """Let a plain cache's buffers grow now if `rows` more would not fit, one after the other.
 
@@ -162,9 +173,7 @@ class Cache:
         out: list[mx.array] = []
         for layer in self.layers:
             for leaf in flatten(layer):
-                values = leaf.cache if kind(leaf) == "state" else [leaf.keys, leaf.values]
-                for v in values:
-                    out.extend(v if isinstance(v, (tuple, list)) else [] if v is None else [v])
+                out.extend(leaf_arrays(leaf))
         return out
 
     @property
@@ -255,7 +264,7 @@ def _save(leaf: Any, single: bool) -> Any:
         # A block is concatenated (new arrays), but a single row is written in place: copy then.
         copy = mx.array if single and leaf.keys is not None else (lambda a: a)
         return (copy(leaf.keys), copy(leaf.values), leaf.offset, leaf._idx)
-    return (leaf.keys, leaf.values, leaf.offset)
+    return (leaf.keys, leaf.values, leaf.offset, index_of(leaf))
 
 
 def _restore(layer: Any, saved: list[Any]) -> None:
@@ -266,7 +275,8 @@ def _restore(layer: Any, saved: list[Any]) -> None:
             leaf.keys, leaf.values, leaf.offset, leaf._idx = state
         else:
             # Rows past the offset are free space, whether the buffer grew in between or not.
-            leaf.keys, leaf.values, leaf.offset = state
+            leaf.keys, leaf.values, leaf.offset = state[:3]
+            vars(leaf).update(state[3])
 
 
 def _drop_tail(leaf: Any, n: int) -> None:

@@ -112,14 +112,38 @@ NEMOTRON_H = HeadSpec(
     block_class="nemotron_h.NemotronHBlock",
 )
 
+# Qwen3.8-Flash-Next: four streams of hidden states (hyper-connections), which the head takes before they are mixed into
+# one, norms as a whole, and gives on as they are; each stream gets the projected embedding (two witnesses). Its norms
+# add one to their weights themselves, raw or converted. Its last norm is a mixer of the streams.
+QWEN4_EXP = HeadSpec(
+    family="qwen4_exp",
+    model_types=("qwen4_exp",),
+    prefixes=("", "language_model.", "model."),
+    marks=("mtp.",),
+    embed_norm="{p}mtp.pre_fc_norm_embedding",
+    hidden_norm="{p}mtp.pre_fc_norm_hidden",
+    proj="{p}mtp.fc_hidden",
+    embed_proj="{p}mtp.fc_embedding",
+    block="{p}mtp.layers.{i}",
+    final_norm="{p}mtp.hyper_connection_mixer",
+    fusion="sum",
+    streams="hc_count",
+    hidden="pre",
+    recursion="block",
+    count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    block_class="mtplab.models.vlm.head_block",
+)
+
 SPECS: tuple[HeadSpec, ...] = (
     MIMO, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA, GLM4_MOE, GLM4_MOE_LITE, STEP3P5,
-    NEMOTRON_H,
+    NEMOTRON_H, QWEN4_EXP,
 )  # fmt: skip
+
+# Families whose trunk is taken from mlx-vlm, the optional provider (`vlm`), by the name people know them under.
+VLM = {"qwen4_exp": "Qwen3.8-Flash-Next"}
 
 # Known families without a row, and why. The first have no trunk in mlx-lm either.
 NO_TRUNK = {
-    "qwen4_exp": "mlx-lm has no trunk for qwen4_exp (Qwen3.8-Flash-Next), and mtplab takes trunks from mlx-lm only",
     "deepseek_v4": "mlx-lm has no trunk for deepseek_v4, and mtplab takes trunks from mlx-lm only",
     "gemma4_assistant": "this is the assistant of a Gemma 4 target; give it with --assistant beside the target",
     "gemma4_unified_assistant": "this is the assistant of a Gemma 4 target; give it with --assistant beside the target",

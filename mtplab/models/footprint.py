@@ -82,7 +82,8 @@ def bytes_per_token(config: Mapping[str, Any]) -> dict[str, int] | None:
     wide = 2 * (number(c, "num_global_key_value_heads") or heads) * (number(c, "global_head_dim") or size) * HALF
     if not rank and not (heads and size):
         return None
-    return {"full": wide, "latent": latent, "sliding": 2 * heads * size * HALF}
+    index = number(c, "indexer_head_dim") * HALF  # keys of an indexer beside the attention
+    return {"full": wide + index, "latent": latent, "sliding": 2 * heads * size * HALF}
 
 
 def state_bytes(config: Mapping[str, Any]) -> int:

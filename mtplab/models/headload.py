@@ -16,7 +16,8 @@ from mtplab.models.headspec import RAW_BELOW, SHIFTED_ABOVE, HeadSpec, head_name
 from mtplab.models.target import Target
 
 WITHOUT_HEAD = "run the arms that need no head (baseline, depth0, ngramN)"
-FIXED = ("embed_norm", "hidden_norm", "proj", "final_norm", "unembed", "embed")  # everything but the block
+# Everything but the block.
+FIXED = ("embed_norm", "hidden_norm", "proj", "embed_proj", "final_norm", "unembed", "embed")
 
 
 def load_head(

@@ -16,7 +16,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mtplab.errors import ModelError
-from mtplab.models.cache import flatten
+from mtplab.models import vlm
+from mtplab.models.cache import flatten, leaf_arrays
 from mtplab.models.headspec import HeadSpec
 from mtplab.models.mlxlm import cache_module
 from mtplab.models.target import Target
@@ -39,8 +40,8 @@ class Chain(nn.Module):
 
 def build_block(spec: HeadSpec, args: Any, layer: int) -> nn.Module:
     """The decoder block of head layer `layer`: an instance of the trunk's own class."""
-    module, name = spec.block_class.split(".")
-    block_class = getattr(importlib.import_module(f"mlx_lm.models.{module}"), name)
+    module, name = spec.block_class.rsplit(".", 1)
+    block_class = getattr(importlib.import_module(module if "." in module else f"mlx_lm.models.{module}"), name)
     if spec.pattern is not None:
         return Chain(block_class, args, spec.pattern)
     if spec.block_index == "none":
@@ -58,11 +59,15 @@ class HeadLayer(nn.Module):
     def __init__(self, spec: HeadSpec, args: Any, layer: int = 0):
         super().__init__()
         dim, eps = args.hidden_size, getattr(args, "rms_norm_eps", None) or args.layer_norm_epsilon
-        self.embed_norm = nn.RMSNorm(dim, eps=eps)
-        self.hidden_norm = nn.RMSNorm(dim, eps=eps)
-        self.proj = nn.Linear(2 * dim, dim, bias=False)
+        self._streams = getattr(args, spec.streams) if spec.streams else 0
+        norm = vlm.norm if self._streams else nn.RMSNorm
+        self.embed_norm = norm(dim, eps=eps)
+        self.hidden_norm = norm(dim * (self._streams or 1), eps=eps)
+        self.proj = nn.Linear(dim if spec.embed_proj else 2 * dim, dim, bias=False)
+        if spec.embed_proj:
+            self.embed_proj = nn.Linear(dim, dim, bias=False)
         self.block = build_block(spec, args, layer)
-        self.final_norm = nn.RMSNorm(dim, eps=eps)
+        self.final_norm = vlm.mixer(args) if self._streams else norm(dim, eps=eps)
         self._fuse_hidden_first = spec.fusion == "he"
         attention = getattr(self.block, "self_attn", None)
         self._window = args.sliding_window if getattr(attention, "is_sliding", False) else None
@@ -72,6 +77,8 @@ class HeadLayer(nn.Module):
     def new_cache(self) -> Any:
         """A KV cache, or several where the layer has several attentions or an indexer."""
         lm = cache_module()
+        if self._streams:
+            return vlm.cache_classes()[0]()
         # Plain also under a sliding window: rejected rows must come off, and a full ring cannot be trimmed.
         return lm.KVCache() if self._caches == 1 else lm.CacheList(*(lm.KVCache() for _ in range(self._caches)))
 
@@ -86,11 +93,17 @@ class HeadLayer(nn.Module):
         return cache_module().create_attention_mask(rows, 0, True, self._window)
 
     def __call__(self, hidden: mx.array, embedded: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """hidden, embedded: [1, m, D] -> (block output, normed output), each [1, m, D]."""
-        e, h = self.embed_norm(embedded), self.hidden_norm(hidden)
-        x = self.proj(mx.concatenate([h, e] if self._fuse_hidden_first else [e, h], axis=-1))
+        """hidden: [1, m, D], or [1, m, S D] of S streams; embedded: [1, m, D] -> (block output, shaped as hidden,
+        normed output [1, m, D])."""
+        x = self._fuse(self.embed_norm(embedded), self.hidden_norm(hidden))
         y = self.block(x, self._mask(x.shape[1], cache), cache)
         return y, self.final_norm(y)
+
+    def _fuse(self, e: mx.array, h: mx.array) -> mx.array:
+        if not self._streams:
+            return self.proj(mx.concatenate([h, e] if self._fuse_hidden_first else [e, h], axis=-1))
+        streams = self.proj(h.reshape(*h.shape[:-1], self._streams, -1))
+        return (streams + self.embed_proj(e)[..., None, :]).reshape(h.shape)
 
 
 class Head(nn.Module):
@@ -100,6 +113,7 @@ class Head(nn.Module):
         super().__init__()
         self.layers = [HeadLayer(spec, args, i) for i in range(layers)]
         self._spec, self._target, self._dim = spec, target, args.hidden_size
+        self._width = self._dim * (getattr(args, spec.streams) if spec.streams else 1)  # of a hidden state
         self._file_names: tuple[tuple[str, str], ...] = ()  # parameter path, name in the checkpoint
         self.norms = "as used"  # how the file stores norm weights: raw (zero-centred), shifted, or as all families else
 
@@ -122,14 +136,15 @@ class Head(nn.Module):
 
     def arrays(self, cache: list[Any]) -> list[mx.array]:
         """Every array of a head cache, for `mx.eval`."""
-        return [a for layer in cache for leaf in flatten(layer) for a in (leaf.keys, leaf.values) if a is not None]
+        return [a for layer in cache for leaf in flatten(layer) for a in leaf_arrays(leaf)]
 
     def rows(
         self, tokens: mx.array, hidden: mx.array, cache: list[Any] | None, depth: int = 1
     ) -> tuple[mx.array, mx.array]:
-        """Feed rows (hidden[t], token[t+1]). tokens: [m], hidden: [m, D] -> (next depth's hidden, normed), [m, D]."""
-        if hidden.shape[-1] != self._dim:
-            raise ModelError(f"the head takes hidden states of {self._dim}, but the trunk gives {hidden.shape[-1]}")
+        """Feed rows (hidden[t], token[t+1]). tokens: [m], hidden: [m, D] -> (next depth's hidden, normed), [m, D]; a
+        hidden state of S streams is [m, S D]."""
+        if hidden.shape[-1] != self._width:
+            raise ModelError(f"the head takes hidden states of {self._width}, but the trunk gives {hidden.shape[-1]}")
         i = (depth - 1) % len(self.layers)
         own = getattr(self.layers[i], "embed", None)
         embedded = self._target.embed(tokens) if own is None else own(tokens)

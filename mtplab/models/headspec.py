@@ -34,13 +34,16 @@ class HeadSpec:
     proj: str
     block: str
     final_norm: str
-    fusion: str  # "eh" concat(embedding, hidden), "he" concat(hidden, embedding)
+    # "eh" concat(embedding, hidden), "he" concat(hidden, embedding), "sum" each through a matrix of its own
+    fusion: str
     hidden: str  # which trunk hidden it takes: "post" or "pre" the final norm
     recursion: str  # what the next depth gets: "final" (after final_norm) or "block" (before it)
-    block_class: str  # module.Class of mlx_lm.models
+    block_class: str  # module.Class of mlx_lm.models, or the full path of what makes the block
     block_index: str = "none"  # layer number the class is built with: "none", "full" attention, "next" after the trunk
     count_keys: tuple[str, ...] = COUNT_KEYS  # config keys that hold the number of head layers
     zero_centred: bool = False  # raw checkpoints store norm weights minus one
+    streams: str | None = None  # config key: a hidden state is so many streams, the embedding goes into each
+    embed_proj: str | None = None  # the embedding's matrix where the fusion is a sum; `proj` is then the hidden's
     unembed: str | None = None  # the head's own unembedding; where the file has none (or an equal one) the trunk's
     embed: str | None = None  # the head's own copy of the embedding; likewise
     pattern: str | None = None  # block types of one head layer, "*" attention, "E" MoE, "-" MLP

@@ -14,7 +14,7 @@ from typing import Any
 
 from mtplab.backend import machine
 from mtplab.errors import ModelError
-from mtplab.models import configs, families, footprint, headers, headfile, headspec, kinds
+from mtplab.models import configs, families, footprint, headers, headfile, headspec, kinds, mlxlm
 from mtplab.models.canvas import describe
 from mtplab.models.canvas.names import is_canvas
 
@@ -23,7 +23,7 @@ PLAIN_BLOCK = {"input_layernorm", "post_attention_layernorm"} | {
     *(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in ("gate", "up", "down"))
 }  # fmt: skip
 NO_FIXED = "no: --verify fixed has no form for ConcatenateKVCache; use --verify rowwise"
-ROLES = ("embed_norm", "hidden_norm", "proj", "final_norm", "unembed", "embed")
+ROLES = ("embed_norm", "hidden_norm", "proj", "final_norm", "embed_proj", "unembed", "embed")
 Tensors = Mapping[str, headers.TensorInfo]
 
 
@@ -72,7 +72,7 @@ def _problem(tensors: Tensors, config: dict, head: set[str]) -> str | None:
     except ModelError as error:
         return str(error)
     kind = config.get("model_type")
-    return families.NO_TRUNK.get(kind) if isinstance(kind, str) else "config.json has no model_type"
+    return mlxlm.no_trunk(kind) if isinstance(kind, str) else "config.json has no model_type"
 
 
 def _canvas(folder: Path, config: dict[str, Any], tensors: Tensors, out: dict) -> dict[str, Any]:
@@ -150,6 +150,8 @@ def bytes_by_part(tensors: Tensors, head_names: set[str]) -> dict[str, int]:
 def part_of(name: str, head_names: set[str]) -> str:
     if name in head_names:
         return "mtp head"
+    if "ngram_embedding" in name:
+        return "n-gram table"
     if "visual" in name or "vision" in name or "audio" in name:
         return "vision"
     if "embed_tokens" in name or "wte" in name or ".embeddings." in name:
@@ -244,9 +246,10 @@ def missing_tensors(spec: headspec.HeadSpec, prefix: str, layers: int, tensors: 
     """Fixed parts that lack a tensor, and modules that the trunk's most alike layer has and a head block has not."""
     missing, trunk = [], _trunk_layers(tensors, names) or ([PLAIN_BLOCK] if spec.family == "mimo" else [])
     for i in range(layers):
-        for role in ROLES[:4]:
+        for role in (r for r in ROLES[:5] if getattr(spec, r)):
             stem = spec.name(role, prefix, i)
-            missing += [f"{stem}.weight"] if f"{stem}.weight" not in names else []
+            # The last norm of a head with streams is a module of several tensors.
+            missing += [f"{stem}.weight"] if not any(n.startswith(f"{stem}.") for n in names) else []
         for b in range(len(spec.pattern or "x")):
             block = spec.name("block", prefix, i, b)
             own = _modules(n for n in names if n.startswith(block + "."))

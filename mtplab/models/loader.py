@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mtplab.errors import ModelError, RequestError
-from mtplab.models import configs, families, headers, headfile, headload, heads, headspec, kinds, mlxlm
+from mtplab.models import configs, families, headers, headfile, headload, heads, headspec, kinds, mlxlm, vlm
 from mtplab.models.assistant import Assistant, load_assistant
 from mtplab.models.canvas.names import is_canvas
 from mtplab.models.target import Target
@@ -116,7 +116,7 @@ def load_target(
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         max_kv_size=max_kv_size,
-        hidden=spec.hidden if spec is not None else "post",
+        hidden="post" if spec is None or (head == "none" and hidden is None) else spec.hidden,
     )
     unused = head == "none" or assistant is not None
     layers = 0 if unused else wanted_layers(spec, source.config, source.tensors, require=head == "require")
@@ -196,6 +196,8 @@ def build_trunk(folder: Path, config: dict, tensors: dict, in_head: set[str], tr
             model.eval()
             model.load_weights(list(model.sanitize(weights).items() if hasattr(model, "sanitize") else weights.items()))
             return model
+        if config.get("model_type") in families.VLM:
+            vlm.check(config, tensors)
         mlxlm.classes(config)
         return mlxlm.load(folder, in_head, trust_remote_code)
     except ModelError:

@@ -64,7 +64,7 @@ def _static(layer: Any, capacity: int) -> Any:
         return StaticKV(capacity)
     if kind(layer) == "window":
         return StaticKV(capacity, layer.max_size, layer.keep)
-    raise RequestError(f"--verify fixed has no form for {type(layer).__name__}; use --verify rowwise")
+    raise RequestError(f"--verify fixed has no form for {type(layer).__name__}; use --verify serial")
 
 
 class FixedTape:

@@ -17,6 +17,7 @@ from mtplab.errors import ModelError
 from mtplab.models import cache as caches
 from mtplab.models.tap import tap
 
+FINAL_NORMS = ("norm", "norm_f", "hyper_connection_mixer")  # the last mixes streams of hidden states into one
 EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings")
 
 
@@ -25,7 +26,8 @@ class Output:
     """One block's result, lazy until evaluated."""
 
     logits: mx.array  # [L, V]
-    hidden: mx.array | None  # [L, D] after the final norm (or before it, if the target was told so)
+    # [L, D] after the final norm or, if the target was told so, before it: [L, S D] where a hidden state is S streams
+    hidden: mx.array | None
 
 
 class Tape:
@@ -50,7 +52,7 @@ class Tape:
         """Run layer i over the first `rows` rows of its recorded input; only its cache is of interest."""
         args, kwargs = self.calls[i]
         self.recording = False
-        self.layers[i](*(_first(a, rows) for a in args), **{k: _first(v, rows) for k, v in kwargs.items()})
+        self.layers[i](*(first_rows(a, rows) for a in args), **{k: first_rows(v, rows) for k, v in kwargs.items()})
         self.recording = True
 
 
@@ -59,10 +61,11 @@ def _with_cache(model: nn.Module) -> list[nn.Module]:
     return [x for x in model.layers if getattr(x, "block_type", "*") in ("M", "*")]
 
 
-def _first(value: Any, rows: int) -> Any:
-    """Activations [1, L, D] cut to `rows`; everything else (cache, None) as it is."""
+def first_rows(value: Any, rows: int) -> Any:
+    """Activations [1, L, D] and token ids [1, L] cut to `rows`; everything else (cache, None) as it is."""
     if isinstance(value, mx.array):
-        if value.ndim != 3:
+        ids = value.ndim == 2 and mx.issubdtype(value.dtype, mx.integer)
+        if value.ndim != 3 and not ids:
             raise ModelError("a recurrent layer was called with a mask, so its state cannot be rolled back")
         return value[:, :rows]
     return value
@@ -98,7 +101,7 @@ class Target:
         self.cache_kinds = [[caches.kind(x) for x in caches.flatten(layer)] for layer in fresh]
 
     def _final_norm(self) -> nn.Module:
-        norm = getattr(self.inner, "norm", None) or getattr(self.inner, "norm_f", None)
+        norm = next((m for n in FINAL_NORMS if (m := getattr(self.inner, n, None)) is not None), None)
         if norm is None:
             raise ModelError("hidden='pre' needs a final norm called `norm`, which this model does not have")
         return norm

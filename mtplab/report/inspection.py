@@ -69,8 +69,8 @@ def _stored(head: Mapping[str, Any]) -> str | None:
 
 
 def _wiring(spec: Mapping[str, Any]) -> str:
-    order = {"eh": "embedding, hidden", "he": "hidden, embedding"}[spec["fusion"]]
-    return f"concat({order}), takes the {spec['hidden']}-norm hidden state, recurses on {spec['recursion']}"
+    fusions = {"eh": "concat(embedding, hidden)", "he": "concat(hidden, embedding)", "sum": "sum(embedding, hidden)"}
+    return f"{fusions[spec['fusion']]}, takes the {spec['hidden']}-norm hidden state, recurses on {spec['recursion']}"
 
 
 def _parts(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

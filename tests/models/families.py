@@ -71,7 +71,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "nemotron_h": ("NemotronHForCausalLM", "NemotronHConfig", NEMOTRON, 1),
 }
 NUMBERED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "step3p5")
-ZERO_CENTRED = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Step3p7RMSNorm")
+ZERO_CENTRED = (
+    "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Step3p7RMSNorm", "Qwen4ExpTextRMSNorm",
+)  # fmt: skip
 
 
 def zero_centred(module: Any) -> bool:
