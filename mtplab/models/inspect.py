@@ -22,7 +22,8 @@ from mtplab.models.canvas.names import is_canvas
 PLAIN_BLOCK = {"input_layernorm", "post_attention_layernorm"} | {
     *(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in ("gate", "up", "down"))
 }  # fmt: skip
-NO_FIXED = "no: --verify fixed has no form for ConcatenateKVCache; use --verify rowwise"
+NO_FIXED = "no: --verify fixed has no form for {}; use --verify serial"
+NO_ROWWISE = "no: two modules of a layer write one cache, and one of them takes token ids; use --verify serial"
 ROLES = ("embed_norm", "hidden_norm", "proj", "final_norm", "embed_proj", "unembed", "embed")
 Tensors = Mapping[str, headers.TensorInfo]
 
@@ -347,14 +348,16 @@ def verify_modes(described: Mapping[str, Any]) -> dict[str, str]:
     refused, layers, differ = described["problem"] or no_rollback(described), described["cache"]["layers"], []
     if refused:
         return dict.fromkeys(("batched", "rowwise", "fixed", "serial"), refused)
+    streams = described["model_type"] in families.VLM
+    # Keys that grow with every row: an indexer's, and afm7's.
+    growing = "IndexedCache" if streams else "ConcatenateKVCache" if described["model_type"] == "afm7" else None
     if layers.get("latent"):
         differ.append("MLA attention computes one row by another path than a block")
     if layers.get("sliding"):
         differ.append("past its window a sliding cache keeps another order for one row than for a block")
     return {
         "batched": "; ".join(["yes", *(f"not bit-equal to one-token decoding on any BLAS: {d}" for d in differ)]),
-        "rowwise": "yes, if its probe of the loaded model finds it exact",
-        # afm7 alone keeps keys in ConcatenateKVCache, which grows with every row.
-        "fixed": NO_FIXED if described["model_type"] == "afm7" else "yes, but not with --kv-bits",
+        "rowwise": NO_ROWWISE if streams else "yes, if its probe of the loaded model finds it exact",
+        "fixed": NO_FIXED.format(growing) if growing else "yes, but not with --kv-bits",
         "serial": "yes",
     }

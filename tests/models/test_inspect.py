@@ -127,7 +127,7 @@ def test_every_way_of_verifying_is_listed_and_opens(checkpoints, family):
 
 def test_a_trunk_that_cannot_be_loaded_can_be_verified_in_no_way(checkpoints, tmp_path):
     weights = dict(mx.load(str(checkpoints("llama") / "model.safetensors")))
-    tiny.write(tmp_path / "x", tiny.LLAMA | {"model_type": "qwen4_exp"}, weights)
+    tiny.write(tmp_path / "x", tiny.LLAMA | {"model_type": "deepseek_v4"}, weights)
     told = inspect_checkpoint(tmp_path / "x")
     assert list(told["verify"]) == MODES and set(told["verify"].values()) == {told["problem"]}
 

@@ -223,6 +223,9 @@ def test_a_serial_verify_rolls_back_and_the_other_ways_are_refused(loaded):
     helpers.assert_same_state(cache, helpers.serial_cache(target, TEXT[:14]))
     with pytest.raises(RequestError, match=r"fixed has no form for IndexedCache; use --verify serial"):
         verify.Fixed(target, 4)
+    told = inspect_checkpoint(loaded[8].folder)["verify"]
+    assert told["serial"] == told["batched"] == "yes"
+    assert "IndexedCache" in told["fixed"] and told["rowwise"].startswith("no: ")
     rowwise = verify.Rowwise(target, verify.units(target))
     try:
         with pytest.raises(ModelError, match="use --verify serial"), cache.attempt(3):
