@@ -182,6 +182,7 @@ def test_an_ordering_that_is_no_permutation_is_refused(pair, tmp_path, order):
         ({"num_centroids": "x"}, "config.json has num_centroids = 'x'; it must be a whole number"),
         ({"backbone_hidden_size": []}, "config.json has backbone_hidden_size = \\[\\]; it must be a whole number"),
         ({"text_config": "x"}, "config.json has text_config = 'x'; it must be an object"),
+        ({"text_config": None}, "config.json has text_config = None; it must be an object"),
         ({"text_config.sliding_window": "x"}, "config.json has sliding_window = 'x'; it must be a whole number"),
         (
             {"text_config.num_hidden_layers": 10**9},
