@@ -135,16 +135,6 @@ def test_the_prompt_in_chunks_gives_the_same_cache_and_a_step_writes_nothing(fol
     assert all(np.array_equal(a, np.array(b)) for a, b in zip(before, caches[0].arrays(), strict=True))
 
 
-def test_a_copy_of_a_cache_goes_its_own_way(folder):
-    model = load_denoiser(folder)
-    cache = model.new_cache()
-    model.prefill(tiny.prompt(3, 10), cache)
-    other = cache.copy()
-    model.commit(tiny.prompt(4, 9), other)
-    assert (cache.length, len(cache.tail), other.length, len(other.tail)) == (8, 2, 16, 3)
-    assert all(a.shape[2] == 8 for a in cache.arrays())
-
-
 def test_converted_layouts_give_the_same_model(tmp_path):
     """Experts stacked under switch_mlp, names under language_model, as conversions have them; packed by expert."""
     a = canvas_tiny.build(tmp_path / "a", "llada", num_experts=12, intermediate_size=64, moe_intermediate_size=32)
