@@ -60,6 +60,31 @@ def test_positions_that_are_all_accepted_at_step_1_cost_one_step():
         assert canvases(records)[0].stop == "accepted"
 
 
+@pytest.mark.parametrize(
+    ("accept", "number", "forced"),
+    [("confidence", {"threshold": 0.99}, True), ("confidence", {"threshold": 0.001}, False),
+     ("count", {"count": 1}, True), ("count", {"count": 2}, False), ("count", {}, False)],
+)  # fmt: skip
+def test_a_last_step_that_takes_what_it_would_not_have_taken_is_at_the_cap(accept, number, forced):
+    policy = CanvasPolicy(steps=2, canvas=4, accept=accept, stop="accepted", finalise="kept", **number)
+    # Somewhat sure: below 0.99 in every step, so that only the end of the steps fills the canvas.
+    records, request = play(Scripted(lambda c, s, ids: logits(A, 4.0), 4), policy)
+    assert canvases(records)[0].stop == ("cap" if forced else "accepted")
+    assert steps(records)[-1].accepted == 4 and m.cap_share([request]) == forced
+
+
+@pytest.mark.parametrize("accept", ["confidence", "count"])
+def test_stop_none_runs_every_step_of_a_full_canvas_and_stable_ends_with_it(accept):
+    sure = {"accept": accept, "finalise": "kept", "count": 4 if accept == "count" else None}
+    denoiser = argmaxes(A, B)
+    records, _ = play(denoiser, CanvasPolicy(steps=5, canvas=4, stop="none", **sure))
+    (done,) = canvases(records)
+    assert (done.steps, done.stop, len(denoiser.seen)) == (5, "cap", 5)
+    assert done.tokens == tuple(A) and [s.new for s in steps(records)] == [4, 0, 0, 0, 0]
+    records, _ = play(argmaxes(A, B), CanvasPolicy(steps=5, canvas=4, stop="stable", **sure))
+    assert (canvases(records)[0].steps, canvases(records)[0].stop) == (1, "accepted")
+
+
 # Acceptance over the steps ----------------------------------------------------------------------------------------
 
 
