@@ -8,8 +8,6 @@ import canvas_tiny
 import pytest
 
 from mtplab import cli
-from mtplab.cli import demo
-from mtplab.trials import canvas_plan
 
 TOKENS = 14  # one canvas of 12 and two tokens of the next
 
@@ -355,23 +353,3 @@ def test_each_kind_of_checkpoint_goes_to_its_own_verb(call, gemma, checkpoints, 
     for arguments in (("generate", "-p", "x"), ("sweep", "--corpus", texts, "-q")):
         code, out, err = call(*arguments, "--model", gemma)
         assert code == 3 and out == "" and "mtplab denoise" in err.splitlines()[-1], err
-
-
-# Demo ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_demo_has_a_second_half_where_the_model_is_there(monkeypatch, capfd, tmp_path):
-    from mtplab.cli import denoise, sweep
-
-    seen = []
-    monkeypatch.setattr(sweep, "start", lambda plan, folder, **_: seen.append((plan.kind, folder.name)) or "one")
-    monkeypatch.setattr(denoise, "start", lambda plan, folder, **_: seen.append((plan.kind, folder.name)) or "two")
-    monkeypatch.setattr(sweep, "finish", lambda store, output, *, show, **_: show('{"rows": [1]}'))
-    monkeypatch.setattr(denoise, "finish", lambda store, output, *, show, **_: show('{"rows": [2]}'))
-    for there, wanted in ((True, {"rows": [1], "denoise": {"rows": [2]}}), (False, {"rows": [1]})):
-        seen.clear()
-        monkeypatch.setattr(demo, "has_canvas", lambda there=there: there)
-        assert cli.main(["demo", "--out", str(tmp_path / "d"), "-o", "json", "-q"]) == 0
-        assert json.loads(capfd.readouterr().out) == wanted
-        assert seen == [("sweep", "d"), ("denoise", "d-canvas")][: 1 + there]
-    canvas_plan.DenoisePlan(**demo.CANVAS)
