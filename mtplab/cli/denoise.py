@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,9 @@ def denoise(
     file: Annotated[Path | None, _option("--file", help="A file with the one prompt.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Draw the canvas as it resolves (on a terminal).")] = False,
-    color: Annotated[str, typer.Option("--color", help="Draw: auto (a terminal), always or never.")] = "auto",
+    color: Annotated[
+        str | None, _option("--color", help="With --show: auto (on a terminal), always or never [auto].")
+    ] = None,
     stop_text: Annotated[
         list[str] | None, _option("--stop-text", help="One prompt: end before this text; repeatable.")
     ] = None,
@@ -49,7 +52,9 @@ def denoise(
     seed: Annotated[int | None, _option("--seed", help="The first seed [0].")] = None,
     prompts: Annotated[int | None, _option("--prompts", help="Prompts per corpus [8].")] = None,
     prompt_tokens: Annotated[int | None, _option("--prompt-tokens", help="Tokens cut per prompt [64].")] = None,
-    max_tokens: Annotated[int | None, _option("--max-tokens", "-m", help="Tokens made per prompt [64].")] = None,
+    max_tokens: Annotated[
+        int | None, _option("--max-tokens", "-m", help="Tokens made per prompt [the model's, else 64].")
+    ] = None,
     ignore_eos: Annotated[
         bool | None, _option("--ignore-eos/--no-ignore-eos", help="Go on after the end of text [off].")
     ] = None,
@@ -61,7 +66,9 @@ def denoise(
     t_min: Annotated[float | None, _option("--t-min", help="Where a linear schedule goes.")] = None,
     proposal: Annotated[str | None, _option("--proposal", help="sampled or argmax [the sampler's].")] = None,
     renoise: Annotated[str | None, _option("--renoise", help="uniform, mask or none.")] = None,
-    stop: Annotated[str | None, _option("--stop", help="A canvas stops when: stable, accepted or none.")] = None,
+    stop: Annotated[
+        str | None, _option("--stop", help="A canvas stops when: stable, accepted or none (every step runs).")
+    ] = None,
     stability: Annotated[int | None, _option("--stability", help="stable: so many more equal steps.")] = None,
     confidence: Annotated[float | None, _option("--confidence", help="stable: mean entropy below this.")] = None,
     finalise: Annotated[str | None, _option("--finalise", help="Commit: argmax, or kept (accepted) tokens.")] = None,
@@ -90,10 +97,10 @@ def denoise(
     }  # fmt: skip
     if prompt is not None or file is not None:
         _refuse_flags(many | {"plan": plan, "out": folder, "resume": resume or None})
-        one = {"chat": chat, "show": show, "color": color, "stop": tuple(stop_text or ())}
+        one = {"chat": chat, "show": show, "color": color, "stop": tuple(stop_text or ()), "quiet": quiet}
         single(read_prompt(prompt, file), common, policy, output, **one)
         return
-    for flag, value in (("--show", show), ("--chat", chat), ("--stop-text", stop_text)):
+    for flag, value in (("--show", show), ("--color", color), ("--chat", chat), ("--stop-text", stop_text)):
         if value:
             raise RequestError(f"{flag} is for one prompt; give --prompt or --file, too")
     asked = common | many | policy
@@ -142,19 +149,22 @@ def single(
     *,
     chat: bool,
     show: bool,
-    color: str,
+    color: str | None,
     stop: tuple[str, ...],
+    quiet: bool,
 ) -> None:
     """Decode one prompt; the text goes to stdout canvas by canvas, the drawing and the statistics to stderr."""
     check_format(output, ("table", "json", "jsonl"))
-    if color not in COLOURS:
-        raise RequestError(f"--color {color!r} is not one of {', '.join(COLOURS)}")
+    _check_drawing(show, color, quiet)
+    if not all(stop):
+        raise RequestError("--stop-text is empty and would end every text before it begins; leave it out")
+    say = _silent if quiet else tell
     asked = policy | {k: _one(f, common[key]) for k, f, key in ONE}
     from mtplab import backend
 
     info = backend.setup()
     if info.notice:
-        tell(f"note: {info.notice}")
+        say(f"note: {info.notice}")
     from mtplab.decode.settings import Settings
     from mtplab.models.canvas import load_denoiser
     from mtplab.trials.canvas_arms import Session
@@ -164,14 +174,16 @@ def single(
         "prefill_step": common["prefill_step_size"],
         "seed": common["seed"],
     }
-    wanted = {"max_tokens": 64} | {k: v for k, v in asked_for.items() if v is not None}
+    wanted = {k: v for k, v in asked_for.items() if v is not None}
     settings = Settings(**wanted, stop=stop, ignore_eos=bool(common["ignore_eos"]))
-    session = Session(load_denoiser(common["model"] or "lab-canvas", dtype=common["dtype"]), asked)
+    denoiser = load_denoiser(common["model"] or "lab-canvas", dtype=common["dtype"])
+    session = Session(denoiser, asked, max_tokens=common["max_tokens"])
+    settings = replace(settings, max_tokens=session.max_tokens)
     tokens = encode(session.denoiser.tokenizer, text, chat)
     from mtplab.report.canvas_stream import effective_line
 
-    tell(effective_line(session.effective))
-    stream(session, tokens, settings, output, drawing=show and _draws(color))
+    say(effective_line(session.effective))
+    stream(session, tokens, settings, output, drawing=show and _draws(color or "auto"), say=say)
 
 
 ONE = (("steps", "--steps", "steps"), ("sampler", "--sampler", "samplers"), ("canvas", "--canvas", "canvases"))
@@ -183,14 +195,29 @@ def _one(flag: str, values: list[Any] | None) -> Any:
     return None if values is None else values[0]
 
 
+def _check_drawing(show: bool, color: str | None, quiet: bool) -> None:
+    if color is not None and color not in COLOURS:
+        raise RequestError(f"--color {color!r} is not one of {', '.join(COLOURS)}")
+    if color is not None and not show:
+        raise RequestError(f"--color {color} says how --show draws; give --show, too, or drop it")
+    if show and quiet:
+        raise RequestError("--show draws on stderr and --quiet wants nothing there; drop one of them")
+
+
+def _silent(text: str) -> None:
+    """`tell` of a quiet request: errors alone reach stderr."""
+
+
 def _draws(choice: str) -> bool:
     if choice != "auto":
         return choice == "always"
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def stream(session: Any, tokens: list[int], settings: Any, output: str, *, drawing: bool) -> None:
-    """Decode and show; Ctrl-C ends the text, not the statistics."""
+def stream(
+    session: Any, tokens: list[int], settings: Any, output: str, *, drawing: bool, say: Callable[[str], None] = tell
+) -> None:
+    """Decode and show; Ctrl-C ends the text, not the statistics, which go to `say`."""
     from mtplab.report.canvas_stream import CanvasPainter, Drawing
 
     tokenizer = session.denoiser.tokenizer
@@ -205,13 +232,13 @@ def stream(session: Any, tokens: list[int], settings: Any, output: str, *, drawi
                 sys.stderr.flush()
             show_record(record, painter.feed(record), output)
     if records:
-        _end(session, records, painter.text, settings, output)
+        say(_end(session, records, painter.text, settings, output))
     if not records or not getattr(records[-1], "cut", None):
         raise KeyboardInterrupt
 
 
-def _end(session: Any, records: list[Any], text: str, settings: Any, output: str) -> None:
-    """The end of the line or the document, and the statistics."""
+def _end(session: Any, records: list[Any], text: str, settings: Any, output: str) -> str:
+    """Write the end of the line or the document; returns the statistics line."""
     from mtplab.report.canvas_stream import statistics, statistics_line
     from mtplab.trials.canvas_arms import collect
     from mtplab.trials.files import dumps
@@ -224,7 +251,7 @@ def _end(session: Any, records: list[Any], text: str, settings: Any, output: str
         document = {"schema": 1, "text": text, "tokens": request.tokens, "statistics": numbers}
         document |= {"settings": request.settings, "canvases": compact["canvases"], "steps": compact["steps"]}
         out(dumps(document) + "\n")
-    tell(statistics_line(request))
+    return statistics_line(request)
 
 
 # Many prompts --------------------------------------------------------------------------------------------------------

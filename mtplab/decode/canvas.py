@@ -6,13 +6,12 @@ The denoiser does the forward passes, `canvas_rows` what is as wide as the vocab
 host read a step: argmax, entropy and proposal of every position come together, and the decisions need them all.
 
 Randomness is keyed by (seed, request, canvas, step, purpose): canvas 0 of 16 and of 48 steps starts from the same
-noise, and nobody else's use of the global generator changes a token. Where one canvas has stopped says nothing about
-another request: decoders of several requests may be advanced in turns (`in_turns`).
+noise, and nobody else's use of the global generator changes a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -188,15 +187,3 @@ def _advance(
     if step + 1 < policy.steps:
         fresh = draws.renoise(index, step, state.ids.size) if policy.renoise == "uniform" else None
         state.ids = policies.renoised(state.ids, state.held, mask_id if policy.renoise == "mask" else fresh)
-
-
-def in_turns(loops: Mapping[str, Iterator[Any]] | Iterable[Iterator[Any]]) -> Iterator[tuple[Any, Any]]:
-    """Advance decoders of independent requests in turns: (name, record). A finished one leaves, the others go on."""
-    open_ = dict(loops) if isinstance(loops, Mapping) else dict(enumerate(loops))
-    while open_:
-        for name in list(open_):
-            record = next(open_[name], None)
-            if record is None:
-                del open_[name]
-            else:
-                yield name, record

@@ -25,6 +25,7 @@ ACCEPTS = ("entropy", "confidence", "count")
 RENOISES = ("uniform", "mask", "none")
 STOPS = ("stable", "accepted", "none")
 FINALISES = ("argmax", "kept")
+TEMPERATURES = (1e-30, 1e30)  # logits divided by less, or by more, are no float32 numbers or all alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +122,11 @@ def resolve(
     if masked:
         # What the sampler's name stands for gives way to what a masked model needs.
         origin |= dict.fromkeys((k for k in named if k in MASKED and k not in chosen), "reference")
-    _honour(policy, canvas, masked, set(chosen))
+    _honour(policy, canvas, masked, set(chosen), asked.get("sampler"))
     return policy, {f.name: origin.get(f.name, "reference") for f in fields(policy)}
 
 
-def _honour(policy: CanvasPolicy, canvas: int, masked: bool, chosen: set[str]) -> None:
+def _honour(policy: CanvasPolicy, canvas: int, masked: bool, chosen: set[str], sampler: str | None) -> None:
     """What this denoiser, or this combination, would silently ignore."""
     if policy.canvas > canvas:
         raise RequestError(f"--canvas {policy.canvas} is above this model's {canvas}; use 1 to {canvas}")
@@ -135,7 +136,7 @@ def _honour(policy: CanvasPolicy, canvas: int, masked: bool, chosen: set[str]) -
         raise RequestError("--renoise uniform is not for a masked denoiser, which knows noise only as its mask token")
     if masked and not policy.monotone:
         raise RequestError(
-            f"a masked denoiser fills every position once; --sampler {policy.accept} takes tokens back; "
+            f"a masked denoiser fills every position once; --sampler {sampler or policy.accept} takes tokens back; "
             "use confidence or count"
         )
     for key, accept in (("bound", "entropy"), ("threshold", "confidence"), ("count", "count")):
@@ -156,8 +157,8 @@ def _check(p: CanvasPolicy) -> None:
     checks = (
         ("steps", p.steps >= 1, "use 1 or more"),
         ("canvas", p.canvas >= 1, "use 1 or more"),
-        ("t-max", math.isfinite(p.t_max) and p.t_max > 0, "use a temperature above 0"),
-        ("t-min", math.isfinite(p.t_min) and 0 < p.t_min <= p.t_max, f"use a temperature above 0, up to {p.t_max}"),
+        ("t-max", TEMPERATURES[0] <= p.t_max <= TEMPERATURES[1], "use a temperature above 0 that suits float32"),
+        ("t-min", TEMPERATURES[0] <= p.t_min <= p.t_max, f"use a temperature above 0, up to {p.t_max}"),
         ("bound", math.isfinite(p.bound) and p.bound >= 0, "use 0 or more"),
         ("threshold", 0 < p.threshold <= 1, "use a probability above 0, up to 1"),
         ("count", p.count is None or p.count >= 1, "use 1 or more"),
@@ -247,8 +248,8 @@ def stopped(policy: CanvasPolicy, unchanged: int, mean_entropy: float, held: np.
     """
     if policy.stop == "stable" and unchanged >= policy.stability and mean_entropy < policy.confidence:
         return "stable"
-    # A monotone canvas that is full has nothing left to decide, whatever was asked of the stop.
-    if held.all() and (policy.stop == "accepted" or policy.monotone):
+    # Nothing in a full monotone canvas changes any more, which is as stable as it gets. `none` runs every step.
+    if held.all() and (policy.stop == "accepted" or (policy.stop == "stable" and policy.monotone)):
         return "accepted"
     return None
 

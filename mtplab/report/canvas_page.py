@@ -14,7 +14,8 @@ from mtplab.trials.files import write_text
 CAPTIONS = {
     "Quality against tokens per forward": "One dot per number of steps (the label), with its 95 % interval over "
     "prompts. Filled and joined: the frontier, which no other row beats in both.",
-    "Steps used": "Canvases of the longest run. Orange: canvases that used every step they were allowed.",
+    "Steps used": "Canvases of the longest run. Orange: canvases at the cap, which had not stopped by themselves; one "
+    "that stopped in its very last step is not among them.",
     "When each position settled": "The longest run: the step since which a position held its final token.",
     "Entropy by step": "Mean over the canvases that took the step; canvases that stopped are no longer in it.",
 }
@@ -56,9 +57,11 @@ def page(results: CanvasResults) -> str:
 
 def _header(results: CanvasResults) -> str:
     plan, manifest = results.store.plan, results.store.manifest
+    # Every arm's is the same, and a plan may leave it to the checkpoint.
+    effective = next(iter((manifest.get("effective") or {}).values()), {})
     facts = html.machine_facts(manifest, plan.model) | {
         "plan": f"{len(plan.arms)} arms x {plan.seeds} seeds, {plan.prompts} prompts per text, "
-        f"{plan.prompt_tokens} tokens in, {plan.max_tokens} out",
+        f"{plan.prompt_tokens} tokens in, {effective.get('max_tokens', plan.max_tokens)} out",
         "trials": f"{len(results.trials)} stored, {len(results.failed)} failed, each in a fresh process",
         "made": html.made_by(manifest),
     }

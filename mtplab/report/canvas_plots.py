@@ -12,6 +12,8 @@ from mtplab.records.canvas_summary import identity
 from mtplab.report.canvas_results import CanvasResults
 from mtplab.report.plots import PALETTE, drawing, name, svg
 
+CAPPED = "#D55E00"
+
 
 def all_plots(results: CanvasResults) -> dict[str, str]:
     """Title -> SVG of everything this run can show. Raises RequestError where matplotlib is missing."""
@@ -85,9 +87,10 @@ def histogram(results: CanvasResults) -> str:
     for axis, corpus in zip(axes, _corpora(results), strict=True):
         requests = _longest(results, corpus)
         found, share = metrics.steps_histogram(requests), metrics.cap_share(requests)
-        capped = identity(requests[0])["steps"] if share else None
-        colours = ["#D55E00" if s == capped else PALETTE[0] for s in found]
-        axis.bar(list(found), list(found.values()), color=colours, width=0.8)
+        axis.bar(list(found), list(found.values()), color=PALETTE[0], width=0.8)
+        if share:
+            # The last bar may hold both: canvases that stopped in their last step stand on top of those that did not.
+            axis.bar(identity(requests[0])["steps"], metrics.cap_pair(requests)[0], color=CAPPED, width=0.8)
         axis.set(xlabel="steps used", ylabel="canvases")
         axis.text(0.98, 0.95, f"{100 * (share or 0):.0f} % at the cap", transform=axis.transAxes, ha="right", va="top")
         axis.xaxis.get_major_locator().set_params(integer=True)

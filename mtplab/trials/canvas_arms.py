@@ -13,11 +13,12 @@ from mtplab.decode.canvas import denoise
 from mtplab.decode.canvas_policy import THRESHOLDS, CanvasPolicy, resolve
 from mtplab.decode.settings import Settings
 from mtplab.decode.stopping import Stops
-from mtplab.errors import RequestError
+from mtplab.errors import ModelError, RequestError
 from mtplab.records.canvas import Canvas, CanvasRequest, DenoiseStep
 from mtplab.records.types import Prefill
 
 ENCODER = "encoder"  # the scorer that needs no second model
+MAX_TOKENS = 64  # where neither the request nor the checkpoint says
 
 
 def label(policy: CanvasPolicy, sampler: str | None) -> str:
@@ -30,9 +31,19 @@ def label(policy: CanvasPolicy, sampler: str | None) -> str:
 
 
 class Session:
-    """`asked`: fields of CanvasPolicy and `sampler`, None where nothing was asked for; see `resolve`."""
+    """`asked`: fields of CanvasPolicy and `sampler`, None where nothing was asked for; see `resolve`.
 
-    def __init__(self, denoiser: Any, asked: Mapping[str, Any], *, clock: Clock | None = None):
+    `max_tokens` is the cap of a request that is not given one: asked for, or the checkpoint's, or MAX_TOKENS.
+    """
+
+    def __init__(
+        self,
+        denoiser: Any,
+        asked: Mapping[str, Any],
+        *,
+        max_tokens: int | None = None,
+        clock: Clock | None = None,
+    ):
         self.denoiser, self.clock = denoiser, clock or MonotonicClock()
         self.policy, self.sources = resolve(
             asked,
@@ -41,7 +52,9 @@ class Session:
             canvas=denoiser.canvas,
             masked=denoiser.start == "mask",
         )
+        self.max_tokens, self.sources["max_tokens"] = _cap(max_tokens, denoiser)
         self.effective = self.policy.effective() | {
+            "max_tokens": self.max_tokens,
             "sampler": label(self.policy, asked.get("sampler")),
             "self_conditioning": denoiser.self_conditioning,
             "sources": self.sources,
@@ -51,16 +64,33 @@ class Session:
         self, tokens: Sequence[int], *, request: int, settings: Settings
     ) -> Iterator[Prefill | DenoiseStep | Canvas]:
         """Decode one prompt; see `mtplab.decode.canvas.denoise`."""
-        check_room(len(tokens), settings.max_tokens, self.policy.canvas, self.denoiser.context)
+        self.check_room(len(tokens), settings.max_tokens)
         stops = Stops(settings, self.denoiser.eos_ids, self.denoiser.tokenizer.decode)
         return denoise(
             self.denoiser, tokens, policy=self.policy, settings=settings, stops=stops, clock=self.clock, request=request
         )
 
+    def positions(self, max_tokens: int) -> int:
+        """Canvases are whole, so a request may need more positions than it returns tokens."""
+        return -(-max_tokens // self.policy.canvas) * self.policy.canvas
+
+    def check_room(self, prompt: int, max_tokens: int) -> None:
+        """Refuse what the context cannot hold; a cap that nobody asked for is named with its file and key."""
+        positions, context = self.positions(max_tokens), self.denoiser.context
+        if prompt + positions <= context:
+            return
+        _, colon, key = self.sources["max_tokens"].partition("checkpoint: ")
+        if colon and max_tokens > context:
+            raise ModelError(f"{key} = {max_tokens} is above this model's context of {context}; give --max-tokens")
+        raise RequestError(
+            f"{prompt} prompt tokens and {positions} canvas positions do not fit the model's context of {context}; "
+            f"lower --max-tokens{f' (now {max_tokens}, from {key})' if colon else ''} or shorten the prompt"
+        )
+
     def settings(self, settings: Settings) -> dict[str, Any]:
         """The effective value of everything; `stop` is the policy's, the stop strings are `stop_text`."""
         own = settings.effective()
-        return {"stop_text": own.pop("stop")} | own | self.effective
+        return {"stop_text": own.pop("stop")} | self.effective | own
 
     def request(
         self, tokens: Sequence[int], *, request: int, settings: Settings, id: str = "0", corpus: str = ""
@@ -74,14 +104,13 @@ class Session:
         )
 
 
-def check_room(prompt: int, max_tokens: int, canvas: int, context: int) -> None:
-    """Canvases are whole, so a request may need more positions than it returns tokens."""
-    positions = -(-max_tokens // canvas) * canvas
-    if prompt + positions > context:
-        raise RequestError(
-            f"{prompt} prompt tokens and {positions} canvas positions do not fit the model's context of {context}; "
-            "lower --max-tokens or shorten the prompt"
-        )
+def _cap(asked: int | None, denoiser: Any) -> tuple[int, str]:
+    """Tokens at most, and where that comes from."""
+    if asked is not None:
+        return asked, "request"
+    if "max_tokens" in denoiser.defaults:
+        return denoiser.defaults["max_tokens"], f"checkpoint: {denoiser.default_sources['max_tokens']}"
+    return MAX_TOKENS, "mtplab's default"
 
 
 def collect(records: Sequence[Any], settings: Mapping[str, Any], *, id: str = "0", corpus: str = "") -> CanvasRequest:

@@ -46,7 +46,7 @@ class DenoisePlan:
     seed: int = 0  # the first of them
     prompts: int = 8  # per corpus
     prompt_tokens: int = 64
-    max_tokens: int = 64
+    max_tokens: int | None = None  # none: the checkpoint's, else 64
     ignore_eos: bool = False
     prefill_step_size: int = 2048
     scorer: str = "encoder"  # or an autoregressive checkpoint
@@ -117,8 +117,9 @@ LEAST = {"seeds": 1, "seed": 0, "prompts": 1, "prompt_tokens": 1, "max_tokens": 
 
 def _check(plan: DenoisePlan) -> None:
     for key, least in LEAST.items():
-        if getattr(plan, key) < least:
-            raise RequestError(f"{key} is {getattr(plan, key)} but must be at least {least}")
+        value = getattr(plan, key)
+        if value is not None and value < least:
+            raise RequestError(f"{key} is {value} but must be at least {least}")
     for key in ("corpora", "steps"):
         if not getattr(plan, key):
             raise RequestError(f"{key} is empty; name at least one")

@@ -22,17 +22,16 @@ from mtplab.trials.files import dumps, write_text
 COMMAND = (sys.executable, "-P", "-m", "mtplab.trials.canvas_worker")
 
 
-def settings(plan: DenoisePlan, round_number: int, **changes: Any) -> Any:
+def settings(plan: DenoisePlan, round_number: int, max_tokens: int) -> Any:
     """A round is a seed: its arms share every starting canvas."""
     from mtplab.decode.settings import Settings
 
-    common = {
-        "max_tokens": plan.max_tokens,
-        "ignore_eos": plan.ignore_eos,
-        "prefill_step": plan.prefill_step_size,
-        "seed": plan.seed + round_number,
-    }
-    return Settings(**common | changes)
+    return Settings(
+        max_tokens=max_tokens,
+        ignore_eos=plan.ignore_eos,
+        prefill_step=plan.prefill_step_size,
+        seed=plan.seed + round_number,
+    )
 
 
 def load(plan: DenoisePlan) -> Any:
@@ -48,15 +47,15 @@ def prepare(spec: dict[str, Any]) -> None:
 
     info = backend.setup()
     from mtplab.backend import machine
-    from mtplab.trials.canvas_arms import Scorer, Session, check_room
+    from mtplab.trials.canvas_arms import Scorer, Session
 
     denoiser = load(plan)
-    sessions = {arm: Session(denoiser, plan.asked(arm)) for arm in plan.arms}
+    sessions = {arm: Session(denoiser, plan.asked(arm), max_tokens=plan.max_tokens) for arm in plan.arms}
     _refuse_equals(sessions)
     # Whole canvases: the longest one does not always need the most positions.
-    room = max(-(-plan.max_tokens // s.policy.canvas) * s.policy.canvas for s in sessions.values())
+    room = max(s.positions(s.max_tokens) for s in sessions.values())
     for s in sessions.values():
-        check_room(1, plan.max_tokens, s.policy.canvas, denoiser.context)
+        s.check_room(1, s.max_tokens)
     worker.say({"stage": "cutting prompts"})
     prompts, notices = corpus.load_corpora(
         plan.corpora,
@@ -70,7 +69,7 @@ def prepare(spec: dict[str, Any]) -> None:
     scorer = Scorer(plan.scorer, denoiser)
     for arm, session in sessions.items():
         tokens = prompts[0].tokens[-8:]
-        made = session.request(tokens, request=0, settings=settings(plan, 0, max_tokens=1))
+        made = session.request(tokens, request=0, settings=settings(plan, 0, 1))
         if arm == plan.arms[0]:
             scorer.score(tokens, made)
     result = {
@@ -107,8 +106,8 @@ def trial(spec: dict[str, Any]) -> None:
     from mtplab.trials.canvas_arms import Scorer, Session
 
     denoiser = load(plan)
-    session, scorer = Session(denoiser, plan.asked(spec["arm"])), Scorer(plan.scorer, denoiser)
-    chosen = settings(plan, spec["round"])
+    session = Session(denoiser, plan.asked(spec["arm"]), max_tokens=plan.max_tokens)
+    scorer, chosen = Scorer(plan.scorer, denoiser), settings(plan, spec["round"], session.max_tokens)
     extra = {"arm": spec["arm"], "round": spec["round"]}
     # One canvas that leaves nothing behind: first passes cost more.
     session.request(prompts[0].tokens, request=0, settings=replace(chosen, max_tokens=1))

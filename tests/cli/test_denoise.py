@@ -8,8 +8,6 @@ import canvas_tiny
 import pytest
 
 from mtplab import cli
-from mtplab.cli import demo
-from mtplab.trials import canvas_plan
 
 TOKENS = 14  # one canvas of 12 and two tokens of the next
 
@@ -142,6 +140,20 @@ def test_text_json_records_and_drawing_agree(gemma, call):
     assert "\x1b" not in call(*one(gemma, "--show"))[2], "not a terminal: no drawing"
 
 
+def test_quiet_leaves_the_text_alone(gemma, call):
+    assert call(*one(gemma, "-q")) == (0, call(*one(gemma))[1], "")
+    code, out, err = call(*one(gemma, "-q", "--canvas", 13))
+    assert code == 2 and out == "" and err.startswith("mtplab: --canvas 13"), "an error is told all the same"
+
+
+def test_stop_none_runs_every_step_whatever_the_sampler(llada, call):
+    arguments = ("-p", "abc", "-m", 8, "--steps", 12, "--sampler", "confidence:0.01", "-o", "json", "-q")
+    for stop, stops in (((), [(1, "accepted")]), (("--stop", "none"), [(12, "cap")])):
+        code, out, err = call("denoise", "--model", llada, *arguments, *stop)
+        assert code == 0, err
+        assert {(c["steps"], c["stop"]) for c in json.loads(out)["canvases"]} == set(stops)
+
+
 def test_the_seed_and_nothing_else_changes_the_text(gemma, call):
     def tokens(*more):
         return json.loads(call(*one(gemma, "-o", "json", *more))[1])["tokens"]
@@ -161,6 +173,87 @@ def test_a_masked_denoiser_runs_through_the_same_verb(llada, call):
     for canvas in document["canvases"]:
         news = [s["new"] for s in document["steps"] if s["canvas"] == canvas["index"]]
         assert sum(news) == canvas["length"] and min(news) >= 1
+
+
+# The cap of the checkpoint --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def capped(tmp_path):
+    """A canvas model of context 64 whose generation_config.json asks for so many new tokens."""
+
+    def build(cap):
+        settings = canvas_tiny.config("gemma", text={"max_position_embeddings": 64})
+        weights = canvas_tiny.file_names(canvas_tiny.random_weights(settings))
+        generation = {"max_new_tokens": cap} if cap else {}
+        return canvas_tiny.write(tmp_path / f"cap{cap}", settings, weights, generation)
+
+    return build
+
+
+FLAGS = ("-p", "abcabc", "--steps", 2, "--ignore-eos", "-o", "json")
+
+
+def test_the_checkpoints_cap_holds_where_none_is_asked_for(capped, call):
+    for flags, cap, source in (
+        ((), 15, "checkpoint: generation_config.json: max_new_tokens"),
+        (("-m", 13), 13, "request"),
+    ):
+        code, out, err = call("denoise", "--model", capped(15), *FLAGS, *flags)
+        assert code == 0, err
+        document = json.loads(out)
+        assert len(document["tokens"]) == document["settings"]["max_tokens"] == cap
+        assert document["settings"]["sources"]["max_tokens"] == source
+        assert f"max_tokens {cap} ({source})" in err
+    code, _, err = call("denoise", "--model", capped(None), *FLAGS)
+    assert code == 2 and "6 prompt tokens and 72 canvas positions" in err, "64 where nobody says anything"
+
+
+def test_a_comparison_takes_the_checkpoints_cap_too(capped, texts, call, tmp_path):
+    flags = ("--corpus", texts, "--steps", 2, "--seeds", 1, "--prompts", 1, "--ignore-eos", "-q", "-o", "json")
+    code, out, err = call("denoise", "--model", capped(15), *flags, "--out", tmp_path / "run")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["rows"][0]["tokens"] == document["effective"]["steps2"]["max_tokens"] == 15
+    source = "checkpoint: generation_config.json: max_new_tokens"
+    assert document["effective"]["steps2"]["sources"]["max_tokens"] == source
+    lines = next((tmp_path / "run" / "trials").glob("*.jsonl")).read_text().splitlines()
+    assert json.loads(lines[0])["request"]["settings"]["max_tokens"] == 15
+    assert "tokens in, 15 out" in (tmp_path / "run" / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("cap", "code", "words"),
+    [
+        (65, 3, "generation_config.json: max_new_tokens = 65 is above this model's context of 64; give --max-tokens"),
+        (60, 2, "lower --max-tokens (now 60, from generation_config.json: max_new_tokens) or shorten the prompt"),
+    ],
+)
+def test_a_cap_of_the_checkpoint_that_does_not_fit_is_named(capped, texts, call, tmp_path, cap, code, words):
+    many = ("--corpus", texts, "--steps", 2, "--prompts", 1, "-q", "--out", tmp_path / "run")
+    found, out, err = call("denoise", "--model", capped(cap), *FLAGS)
+    assert (found, out) == (code, "") and words in err.splitlines()[-1], err
+    found, out, err = call("denoise", "--model", capped(cap), *many)
+    # Where a prompt is what does not fit beside the cap, that prompt is named.
+    assert (found, out) == (code, "") and (words if code == 3 else "lower --max-tokens or --prompt-tokens") in err, err
+    assert not (tmp_path / "run").exists()
+    assert call("denoise", "--model", capped(cap), *FLAGS, "-m", 5)[0] == 0
+
+
+def test_room_is_for_whole_canvases_and_checked_before_any_pass(capped, texts, call, tmp_path, monkeypatch):
+    """48 tokens are 48 positions in canvases of 12 and 50 in canvases of 10; the context holds 64."""
+    from mtplab.models.canvas.gemma import GemmaDenoiser
+
+    model, ran, prefill = capped(None), [], GemmaDenoiser.prefill
+    monkeypatch.setattr(GemmaDenoiser, "prefill", lambda *given: ran.append(1) or prefill(*given))
+    prompt = ("denoise", "--model", model, "-p", "abcabcabcabcabc", "-m", 48, "--steps", 1)
+    code, out, err = call(*prompt, "--canvas", 10)
+    assert code == 2 and out == "" and not ran
+    assert "15 prompt tokens and 50 canvas positions do not fit the model's context of 64" in err.splitlines()[-1]
+    assert call(*prompt, "--canvas", 12)[0] == 0 and ran
+    many = ("--corpus", texts, "--prompts", 1, "--steps", 1, "-m", 54, "-q", "--out", tmp_path / "run")
+    code, out, err = call("denoise", "--model", model, *many, "--canvas", "9,11")
+    assert code == 2 and out == "" and "55 are to follow" in err and not (tmp_path / "run").exists()
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -189,6 +282,15 @@ def test_a_masked_denoiser_runs_through_the_same_verb(llada, call):
         (("-p", "x", "-o", "csv"), "output format 'csv'"),
         (("-p", "x", "--file", "y"), "use one of them"),
         (("-p", ""), "the prompt is empty"),
+        (("-p", "x", "-m", 0), "--max-tokens 0 is out of range"),
+        (("-m", 0), "max_tokens is 0 but must be at least 1"),
+        (("--steps=--5",), "--steps '--5' is not a comma list of whole numbers"),
+        (("-p", "x", "--steps=--5"), "--steps '--5' is not a comma list of whole numbers"),
+        (("-p", "x", "--color", "always"), "--color always says how --show draws; give --show, too, or drop it"),
+        (("-p", "x", "--show", "--color", "pink"), "--color 'pink' is not one of"),
+        (("--color", "never"), "--color is for one prompt"),
+        (("-p", "x", "--show", "-q"), "--show draws on stderr and --quiet wants nothing there"),
+        (("-p", "x", "--stop-text", ""), "--stop-text is empty"),
         (("--resume",), "--resume needs --out"),
         (("-o", "xml"), "output format 'xml'"),
         (("--plan", "/no/such.toml"), "cannot be read"),
@@ -215,6 +317,28 @@ def test_what_the_model_cannot_honour_is_refused_after_loading(call, gemma, argu
     assert code == 2 and out == "" and words in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--sampler", "entropy:0.5"), "--sampler entropy:0.5 takes tokens back; use confidence or count"),
+        (("--sampler", "argmax"), "--sampler argmax takes tokens back; use confidence or count"),
+        (("--renoise", "uniform"), "--renoise uniform is not for a masked denoiser"),
+        (("--stability", 2), "stability is for --stop stable and the stop here is accepted"),
+        (("--t-min", 0.3), "a constant schedule has one temperature"),
+        (("--t-max", "1e-300"), "--t-max 1e-300 is out of range"),
+        (("--canvas", 9), "--canvas 9 is above this model's 8"),
+    ],
+)
+def test_what_a_masked_denoiser_cannot_honour_is_one_sentence(call, llada, arguments, words):
+    code, out, err = call("denoise", "--model", llada, "-p", "abc", "-q", *arguments)
+    assert code == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+def test_a_masked_denoiser_scores_no_text_and_says_so_before_any_trial(call, llada, texts, tmp_path):
+    code, out, err = call("denoise", "--model", llada, "--corpus", texts, "-q", "--out", tmp_path / "run")
+    assert code == 2 and out == "" and "name a model with --scorer" in err and not (tmp_path / "run").exists()
+
+
 def test_a_run_that_cannot_be_is_refused_before_it_begins(call, gemma, texts, tmp_path):
     out = tmp_path / "run"
     code, printed, err = call("denoise", "--model", gemma, "--corpus", texts, "--canvas", "12,13", "--out", out, "-q")
@@ -229,23 +353,3 @@ def test_each_kind_of_checkpoint_goes_to_its_own_verb(call, gemma, checkpoints, 
     for arguments in (("generate", "-p", "x"), ("sweep", "--corpus", texts, "-q")):
         code, out, err = call(*arguments, "--model", gemma)
         assert code == 3 and out == "" and "mtplab denoise" in err.splitlines()[-1], err
-
-
-# Demo ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_demo_has_a_second_half_where_the_model_is_there(monkeypatch, capfd, tmp_path):
-    from mtplab.cli import denoise, sweep
-
-    seen = []
-    monkeypatch.setattr(sweep, "start", lambda plan, folder, **_: seen.append((plan.kind, folder.name)) or "one")
-    monkeypatch.setattr(denoise, "start", lambda plan, folder, **_: seen.append((plan.kind, folder.name)) or "two")
-    monkeypatch.setattr(sweep, "finish", lambda store, output, *, show, **_: show('{"rows": [1]}'))
-    monkeypatch.setattr(denoise, "finish", lambda store, output, *, show, **_: show('{"rows": [2]}'))
-    for there, wanted in ((True, {"rows": [1], "denoise": {"rows": [2]}}), (False, {"rows": [1]})):
-        seen.clear()
-        monkeypatch.setattr(demo, "has_canvas", lambda there=there: there)
-        assert cli.main(["demo", "--out", str(tmp_path / "d"), "-o", "json", "-q"]) == 0
-        assert json.loads(capfd.readouterr().out) == wanted
-        assert seen == [("sweep", "d"), ("denoise", "d-canvas")][: 1 + there]
-    canvas_plan.DenoisePlan(**demo.CANVAS)

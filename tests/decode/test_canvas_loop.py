@@ -10,7 +10,7 @@ import pytest
 from canvas_scripted import MASK, VOCAB, Scripted, canvases, logits, play, steps
 
 from mtplab.backend.clock import ScriptedClock
-from mtplab.decode.canvas import denoise, in_turns
+from mtplab.decode.canvas import denoise
 from mtplab.decode.canvas_policy import CanvasPolicy
 from mtplab.decode.settings import Settings
 from mtplab.decode.stopping import Stops
@@ -58,6 +58,31 @@ def test_positions_that_are_all_accepted_at_step_1_cost_one_step():
         records, request = play(denoiser, policy)
         assert len(denoiser.seen) == 1 and m.forwards([request]) == (1, 1, 0)
         assert canvases(records)[0].stop == "accepted"
+
+
+@pytest.mark.parametrize(
+    ("accept", "number", "forced"),
+    [("confidence", {"threshold": 0.99}, True), ("confidence", {"threshold": 0.001}, False),
+     ("count", {"count": 1}, True), ("count", {"count": 2}, False), ("count", {}, False)],
+)  # fmt: skip
+def test_a_last_step_that_takes_what_it_would_not_have_taken_is_at_the_cap(accept, number, forced):
+    policy = CanvasPolicy(steps=2, canvas=4, accept=accept, stop="accepted", finalise="kept", **number)
+    # Somewhat sure: below 0.99 in every step, so that only the end of the steps fills the canvas.
+    records, request = play(Scripted(lambda c, s, ids: logits(A, 4.0), 4), policy)
+    assert canvases(records)[0].stop == ("cap" if forced else "accepted")
+    assert steps(records)[-1].accepted == 4 and m.cap_share([request]) == forced
+
+
+@pytest.mark.parametrize("accept", ["confidence", "count"])
+def test_stop_none_runs_every_step_of_a_full_canvas_and_stable_ends_with_it(accept):
+    sure = {"accept": accept, "finalise": "kept", "count": 4 if accept == "count" else None}
+    denoiser = argmaxes(A, B)
+    records, _ = play(denoiser, CanvasPolicy(steps=5, canvas=4, stop="none", **sure))
+    (done,) = canvases(records)
+    assert (done.steps, done.stop, len(denoiser.seen)) == (5, "cap", 5)
+    assert done.tokens == tuple(A) and [s.new for s in steps(records)] == [4, 0, 0, 0, 0]
+    records, _ = play(argmaxes(A, B), CanvasPolicy(steps=5, canvas=4, stop="stable", **sure))
+    assert (canvases(records)[0].steps, canvases(records)[0].stop) == (1, "accepted")
 
 
 # Acceptance over the steps ----------------------------------------------------------------------------------------
@@ -276,27 +301,6 @@ def test_the_same_seed_gives_the_same_tokens_whoever_else_draws_or_watches():
 def test_canvas_0_of_16_and_of_48_steps_starts_from_the_same_noise():
     starts = [tokens_of(5, total)[1].seen[0][2].tolist() for total in (1, 16, 48)]
     assert starts[0] == starts[1] == starts[2]
-
-
-def test_requests_in_turns_say_what_each_says_alone_and_stop_on_their_own():
-    def script(seed):
-        return lambda c, s, ids: logits([2 if seed == 0 and i == 1 else 10 + seed + c for i in range(C)])
-
-    def loop(seed):
-        settings = Settings(max_tokens=3 * C, seed=seed)
-        return denoise(
-            Scripted(script(seed), C), [1], policy=CanvasPolicy(canvas=C), settings=settings,
-            stops=Stops(settings, frozenset([2])), clock=ScriptedClock(1), request=seed,
-        )  # fmt: skip
-
-    alone = {seed: [t for r in loop(seed) for t in getattr(r, "emitted_tokens", ())] for seed in (0, 1)}
-    together: dict[int, list[int]] = {0: [], 1: []}
-    order = []
-    for name, record in in_turns({seed: loop(seed) for seed in (0, 1)}):
-        together[name] += getattr(record, "emitted_tokens", ())
-        order.append(name)
-    assert together == alone and len(alone[0]) == 2 and len(alone[1]) == 3 * C
-    assert order[:4] == [0, 1, 0, 1] and order[-1] == 1
 
 
 def test_logits_that_are_no_numbers_are_named():

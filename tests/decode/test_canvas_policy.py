@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -85,6 +87,32 @@ def test_a_masked_denoiser_has_defaults_of_its_own():
     assert (policy.schedule, policy.t_max, policy.t_min, policy.steps) == ("constant", 1.0, 1.0, 32)
 
 
+def test_a_number_after_a_samplers_name_was_asked_for_and_so_was_what_the_name_stands_for():
+    _, sources = resolve({"sampler": "confidence:0.95"})
+    assert {sources[k] for k in ("accept", "threshold", "proposal", "stop", "finalise")} == {"request"}
+    assert sources["bound"] == "checkpoint: generation_config.json: entropy_bound", "not what was asked for"
+    policy, sources = resolve({"sampler": "entropy:0.7"})
+    assert (policy.bound, sources["bound"]) == (0.7, "request"), "wins over the checkpoint's 0.3"
+    assert set(resolve({"sampler": None})[1].values()) == {"reference", *(f"checkpoint: {s}" for s in SOURCES.values())}
+
+
+def test_one_constant_temperature_has_one_source():
+    policy, sources = resolve({"schedule": "constant"})
+    assert policy.t_min == policy.t_max == 0.9
+    assert sources["t_min"] == sources["t_max"] == "checkpoint: generation_config.json: t_max"
+    _, sources = resolve({"schedule": "constant", "t_max": 0.5})
+    assert sources["t_min"] == sources["t_max"] == "request"
+    assert resolve({"schedule": "constant"}, {}, canvas=256)[1]["t_min"] == "reference"
+
+
+def test_what_a_masked_model_needs_is_not_what_was_asked_for():
+    policy, sources = resolve({"sampler": "confidence"}, {}, masked=True)
+    assert (policy.proposal, sources["proposal"]) == ("argmax", "reference"), "the name stands for sampled"
+    assert sources["accept"] == sources["finalise"] == "request"
+    _, sources = resolve({"sampler": "confidence", "proposal": "sampled"}, {}, masked=True)
+    assert sources["proposal"] == "request"
+
+
 def test_samplers_by_name_and_number():
     assert resolve({"sampler": "entropy:0.7"})[0].bound == 0.7
     assert resolve({"sampler": "confidence:0.95"})[0].threshold == 0.95
@@ -107,6 +135,10 @@ def test_samplers_by_name_and_number():
         ({"sampler": "confidence:0"}, False, "--threshold 0.0 is out of range"),
         ({"sampler": "count:0"}, False, "--count 0 is out of range"),
         ({"t_max": 0.0}, False, "--t-max 0.0 is out of range"),
+        ({"t_max": 1e300}, False, "--t-max 1e+300 is out of range"),
+        ({"t_max": 1e-300, "t_min": 1e-300}, False, "--t-max 1e-300 is out of range"),
+        ({"t_min": 1e-300}, False, "--t-min 1e-300 is out of range"),
+        ({"t_max": float("nan")}, False, "--t-max nan is out of range"),
         ({"t_max": 0.5, "t_min": 0.6}, False, "--t-min 0.6 is out of range; use a temperature above 0, up to 0.5"),
         ({"stability": -1}, False, "--stability -1 is out of range"),
         ({"confidence": 0.0}, False, "--confidence 0.0 is out of range"),
@@ -114,11 +146,13 @@ def test_samplers_by_name_and_number():
         ({"renoise": "mask"}, False, "needs a denoiser with a mask token"),
         ({"renoise": "uniform"}, True, "not for a masked denoiser"),
         ({"sampler": "entropy"}, True, "takes tokens back; use confidence or count"),
+        ({"sampler": "argmax:0.2"}, True, "--sampler argmax:0.2 takes tokens back; use confidence or count"),
+        ({"bound": 0.2}, True, "bound is for the entropy acceptance and this sampler's is confidence"),
         ({"stability": 2, "stop": "accepted"}, False, "stability is for --stop stable"),
         ({"schedule": "constant", "t_max": 0.8, "t_min": 0.4}, False, "a constant schedule has one temperature"),
     ],
 )
 def test_what_cannot_be_honoured_is_one_sentence(asked, masked, words):
-    with pytest.raises(RequestError, match=words.replace("(", "\\(")) as caught:
+    with pytest.raises(RequestError, match=re.escape(words)) as caught:
         resolve(asked, masked=masked)
     assert "\n" not in str(caught.value)

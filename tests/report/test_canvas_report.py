@@ -130,6 +130,22 @@ def test_the_pictures_show_the_cap_and_the_settling(results):
     assert len(ids) == len(set(ids))
 
 
+def test_the_orange_of_the_histogram_is_the_share_at_the_cap(tmp_path, monkeypatch):
+    """Two canvases used all 4 steps: one was stopped by the cap, one stopped by itself in its last step."""
+    results = load_results(build(tmp_path / "run", steps=(4,), corpora=("novel",), seeds=1))
+    first, second = results.requests
+    alone = replace(second, canvases=(replace(second.canvases[0], stop="stable"),))
+    assert (first.canvases[0].stop, first.canvases[0].steps, second.canvases[0].steps) == ("cap", 4, 4)
+    figures = []
+    monkeypatch.setattr(canvas_plots, "svg", lambda figure, name: figures.append(figure) or "")
+    canvas_plots.histogram(replace(results, requests=[first, alone]))
+    (axis,) = figures[0].axes
+    heights = {tuple(round(255 * c) for c in p.get_facecolor()[:3]): p.get_height() for p in axis.patches}
+    assert heights[0xD5, 0x5E, 0x00] == 1 and sorted(heights.values()) == [1, 2]
+    assert [t.get_text() for t in axis.texts] == ["50 % at the cap"]
+    assert "Orange: canvases at the cap" in canvas_page.page(results)
+
+
 def test_plots_without_matplotlib_are_a_sentence(results, monkeypatch):
     def missing():
         raise RequestError("plots need matplotlib")

@@ -27,20 +27,13 @@ from mtplab.models.tokenizer import Tokenizer
 class CanvasCache:
     """Keys and values of every layer, [1, kv heads, rows, head size]; sliding layers hold the rows still in sight.
 
-    A write replaces the arrays and never changes them, so that `copy` costs nothing and an interrupted pass leaves the
-    cache as it was.
+    A write replaces the arrays and never changes them, so that an interrupted pass leaves the cache as it was.
     """
 
     def __init__(self, layers: int):
         self.length = 0  # rows written
         self.tail: tuple[int, ...] = ()  # committed tokens whose block is not whole yet ("block" order only)
         self.layers: list[tuple[mx.array, mx.array] | None] = [None] * layers
-
-    def copy(self) -> CanvasCache:
-        """An independent cache with the same contents."""
-        other = CanvasCache(0)
-        other.length, other.tail, other.layers = self.length, self.tail, list(self.layers)
-        return other
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate when the cache has to be finished (timing, memory)."""

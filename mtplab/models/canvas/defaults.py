@@ -41,9 +41,8 @@ def read_defaults(folder: Path, config: dict[str, Any], canvas: int) -> tuple[di
         # bool is an int to Python, and here a mistake.
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or kind(value) != value or value < least or (value == 0 and name in POSITIVE):
-            raise ModelError(
-                f"{FILE} has {'.'.join(route)} = {value!r}; it must be a {kind.__name__} of at least {least:g}"
-            )
+            noun, bound = "whole number" if kind is int else "number", "above" if name in POSITIVE else "of at least"
+            raise ModelError(f"{FILE} has {'.'.join(route)} = {value!r}; it must be a {noun} {bound} {least:g}")
         values[name], sources[name] = kind(value), f"{FILE}: {'.'.join(route)}"
     if values.get("t_min", 0.0) > values.get("t_max", math.inf):
         raise ModelError(f"{FILE} has t_min {values['t_min']} above t_max {values['t_max']}")

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import tiny
 
+from mtplab.decode.settings import Settings
 from mtplab.errors import ModelError, RequestError
 from mtplab.models.canvas import load_denoiser
+from mtplab.records import canvas_metrics
+from mtplab.trials.canvas_arms import Session
 
 BLOCK = canvas_tiny.LLADA["block_length"]
 MASK = canvas_tiny.LLADA["mask_token_id"]
@@ -135,14 +138,20 @@ def test_the_prompt_in_chunks_gives_the_same_cache_and_a_step_writes_nothing(fol
     assert all(np.array_equal(a, np.array(b)) for a, b in zip(before, caches[0].arrays(), strict=True))
 
 
-def test_a_copy_of_a_cache_goes_its_own_way(folder):
-    model = load_denoiser(folder)
-    cache = model.new_cache()
-    model.prefill(tiny.prompt(3, 10), cache)
-    other = cache.copy()
-    model.commit(tiny.prompt(4, 9), other)
-    assert (cache.length, len(cache.tail), other.length, len(other.tail)) == (8, 2, 16, 3)
-    assert all(a.shape[2] == 8 for a in cache.arrays())
+@pytest.mark.parametrize("prompt", [3, BLOCK, 2 * BLOCK + 3])
+@pytest.mark.parametrize("length", [3, BLOCK])
+def test_the_passes_in_a_record_are_the_passes_that_ran(folder, prompt, length, monkeypatch):
+    """A prompt shorter than a block, and a canvas that ends inside one, leave a tail and cost no pass of their own."""
+    model, ran = load_denoiser(folder), []
+    run = model.model.run
+    monkeypatch.setattr(model.model, "run", lambda tokens, *rest: ran.append(len(tokens)) or run(tokens, *rest))
+    session = Session(model, {"canvas": length, "steps": 2})
+    settings = Settings(max_tokens=2 * BLOCK, ignore_eos=True, prefill_step=BLOCK)
+    record = session.request(tiny.prompt(1, prompt), request=0, settings=settings)
+    passes = canvas_metrics.forwards([record])
+    assert passes.prefill == record.prefill.forwards == prompt // BLOCK
+    assert passes.denoise == len(record.steps) and sum(passes) == len(ran)
+    assert passes.commit < len(record.canvases)
 
 
 def test_converted_layouts_give_the_same_model(tmp_path):

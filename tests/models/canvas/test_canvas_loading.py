@@ -272,6 +272,10 @@ def test_defaults_are_the_checkpoints_and_say_where_they_come_from(gemma):
         ("t_min", -1),
         ("t_max", True),
         ("t_min", "a"),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", -5),
+        ("max_new_tokens", 1.5),
+        ("max_new_tokens", "64"),
     ):
         (gemma / "generation_config.json").write_text(json.dumps({key: bad}))
         refused(gemma, key, repr(bad))
