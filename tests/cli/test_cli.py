@@ -219,7 +219,7 @@ def test_generate_streams_the_same_text_as_its_document(call, checkpoints):
     records = [json.loads(x) for x in call(*flags, "-o", "jsonl")[1].splitlines()]
     assert "".join(r["text"] for r in records) == document["text"]
     assert call("generate", "--model", model, "-p", "abcabc", "--arm", "baseline", "-m", 20)[1] == text
-    asked = ("--history", "drafted", "--no-prime", "--head-norms", "shifted")
+    asked = ("--history", "drafted", "--no-prime")
     settings = json.loads(call(*flags, *asked, "-o", "json")[1])["settings"]
     assert settings["history"] == "drafted" and settings["prime"] is False and settings["drafts"] == "sampled"
 
