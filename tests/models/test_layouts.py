@@ -169,14 +169,17 @@ def test_a_norm_convention_for_a_head_that_has_but_one_is_refused(tmp_path, capf
     assert load_target(mimo).facts["head"]["norms"] == "as used"
     common = ["-p", "abc", "-m", "2"]
     for asked in ("raw", "shifted"):
-        for arm in ("depth1", "baseline"):
+        for arm, why in (
+            ("depth1", f"--head-norms {asked} cannot be honoured"),
+            ("baseline", "nothing that is to run"),
+        ):
             assert cli.main(["generate", "--model", str(mimo), *common, "--arm", arm, "--head-norms", asked]) == 2
             error = capfd.readouterr().err
-            assert f"--head-norms {asked} cannot be honoured" in error and error.count("\n") == 1
+            assert why in error and error.count("\n") == 1
     with pytest.raises(RequestError, match="needs an MTP head of a checkpoint"):
         load_target(llama, head_norms="raw")
-    # A baseline beside an arm with a head gets the same options, and has no use for them.
-    assert load_target(qwen, head="none", head_norms="raw").head is None
+    with pytest.raises(RequestError, match="nothing that is to run needs one"):
+        load_target(qwen, head="none", head_norms="raw")
 
 
 def test_tied_and_untied_unembeddings(tmp_path):
