@@ -8,6 +8,7 @@ real one.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,22 @@ def prompt(seed: int, length: int) -> list[int]:
     """A reproducible random prompt."""
     mx.random.seed(seed)
     return mx.random.randint(0, VOCAB, (length,)).tolist()
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, mx.array]], object]) -> None:
+    """`change` on the tensors of a checkpoint of one file, written back."""
+    path = folder / "model.safetensors"
+    weights = {k: mx.array(v) for k, v in mx.load(str(path)).items()}
+    mx.eval(weights)
+    change(weights)
+    mx.save_safetensors(str(path), weights)
+
+
+def write_head(trunk: Path, place: Path, *, seed: int = 7, card: str = "") -> None:
+    """A random head for a trunk without one, in a folder of its own."""
+    from mtplab.models.loader import load_target
+    from mtplab.train import write
+
+    head, config = write.new_head(load_target(trunk, head="none"))
+    randomize(head, seed)
+    write.write_head(place, head, config, card)

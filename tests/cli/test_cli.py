@@ -19,19 +19,6 @@ ROOT = Path(cli.__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "mtplab.cli")
 
 
-@pytest.fixture
-def call(capfd, monkeypatch):
-    """`call(*arguments)` -> (exit code, stdout, stderr) without a new process."""
-    monkeypatch.delenv("NO_COLOR", raising=False)
-
-    def run(*arguments):
-        code = cli.main([str(a) for a in arguments])
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 def spawn(*arguments, **options) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return subprocess.Popen(

@@ -13,16 +13,6 @@ from mtplab.errors import ModelError, TrialsFailed
 from mtplab.trials import canvas_plan
 
 
-@pytest.fixture
-def call(capfd):
-    def run(*arguments):
-        code = cli.main([str(a) for a in arguments])
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 def test_the_demo_has_a_second_half_where_the_model_is_there(monkeypatch, capfd, tmp_path):
     from mtplab.cli import denoise, sweep
 

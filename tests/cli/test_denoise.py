@@ -12,16 +12,6 @@ from mtplab import cli
 TOKENS = 14  # one canvas of 12 and two tokens of the next
 
 
-@pytest.fixture
-def call(capfd):
-    def run(*arguments):
-        code = cli.main([str(a) for a in arguments])
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
     generation = {"t_max": 0.9, "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.5}}

@@ -46,9 +46,7 @@ def runs(loaded):
 @pytest.fixture
 def pair(tmp_path):
     trunk = tiny.build(tmp_path / "llama", "llama")
-    head, config = write.new_head(load_target(trunk))
-    tiny.randomize(head, 7)
-    write.write_head(tmp_path / "head", head, config, "")
+    tiny.write_head(trunk, tmp_path / "head")
     return trunk, tmp_path / "head"
 
 

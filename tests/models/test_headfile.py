@@ -24,18 +24,8 @@ from mtplab.train import write
 def pair(tmp_path):
     """A llama trunk, a random head for it, and the MiMo checkpoint that has the same head built in."""
     trunk = tiny.build(tmp_path / "llama", "llama")
-    head, config = write.new_head(load_target(trunk))
-    tiny.randomize(head, 7)
-    write.write_head(tmp_path / "head", head, config, "# A card\n")
+    tiny.write_head(trunk, tmp_path / "head", card="# A card\n")
     return trunk, tmp_path / "head"
-
-
-def edit(folder, change):
-    path = folder / "model.safetensors"
-    weights = {k: mx.array(v) for k, v in mx.load(str(path)).items()}
-    mx.eval(weights)
-    change(weights)
-    mx.save_safetensors(str(path), weights)
 
 
 def edit_config(folder, **changes):
@@ -96,7 +86,7 @@ NAME = "model.mtp_layers.0.mlp.up_proj.weight"
     ],
 )
 def test_a_head_that_is_wrong_is_refused_by_name(pair, change, said):
-    edit(pair[1], change)
+    tiny.edit_weights(pair[1], change)
     with pytest.raises(ModelError, match=said):
         load_target(pair[0], head_folder=pair[1])
 
@@ -135,9 +125,7 @@ def test_folders_that_are_no_head(pair, tmp_path):
 
 def test_two_heads_need_a_choice(pair, tmp_path):
     trunk = tiny.build(tmp_path / "mimo", "mimo")
-    head, config = write.new_head(load_target(trunk, head="none"))
-    tiny.randomize(head, 9)
-    write.write_head(trunk / headfile.INSIDE, head, config, "")
+    tiny.write_head(trunk, trunk / headfile.INSIDE, seed=9)
     with pytest.raises(ModelError, match="holds two heads"):
         load_target(trunk)
     chosen = load_target(trunk, head_folder=trunk / headfile.INSIDE)

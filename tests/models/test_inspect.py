@@ -27,18 +27,8 @@ MODES = ["batched", "rowwise", "fixed", "serial"]
 def merged(tmp_path):
     """A llama trunk with a head of its own folder inside."""
     trunk = tiny.build(tmp_path / "llama", "llama")
-    head, config = write.new_head(load_target(trunk))
-    tiny.randomize(head, 7)
-    write.write_head(trunk / headfile.INSIDE, head, config, "")
+    tiny.write_head(trunk, trunk / headfile.INSIDE)
     return trunk
-
-
-def edit(folder, change):
-    path = folder / "model.safetensors"
-    weights = {k: mx.array(v) for k, v in mx.load(str(path)).items()}
-    mx.eval(weights)
-    change(weights)
-    mx.save_safetensors(str(path), weights)
 
 
 def edit_config(folder, *without, **changes):
@@ -81,12 +71,14 @@ def test_the_heads_own_shape_counts_where_the_trunk_has_another(merged):
 SPOILED = {
     "another trunk": (lambda f: edit_config(f.parent, num_hidden_layers=2), "refused", "was made for a trunk with"),
     "another family": (lambda f: edit_config(f, model_type="llama"), "refused", "no family with an MTP head"),
-    "a strange tensor": (lambda f: edit(f, lambda w: w.update(x=mx.ones(1))), "refused", "no head tensor"),
+    "a strange tensor": (lambda f: tiny.edit_weights(f, lambda w: w.update(x=mx.ones(1))), "refused", "no head tensor"),
     "a lacking projection": (
-        lambda f: edit(f, lambda w: w.pop("model.mtp_layers.0.mlp.up_proj.weight")), "missing", "mlp.up_proj"
+        lambda f: tiny.edit_weights(f, lambda w: w.pop("model.mtp_layers.0.mlp.up_proj.weight")),
+        "missing", "mlp.up_proj",
     ),
     "a lacking norm": (
-        lambda f: edit(f, lambda w: w.pop("model.mtp_layers.0.final_layernorm.weight")), "missing", "final_layernorm"
+        lambda f: tiny.edit_weights(f, lambda w: w.pop("model.mtp_layers.0.final_layernorm.weight")),
+        "missing", "final_layernorm",
     ),
 }  # fmt: skip
 

@@ -26,14 +26,6 @@ def edit_config(folder, **changes):
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
-def edit_weights(folder, change):
-    path = folder / "model.safetensors"
-    weights = {k: mx.array(v) for k, v in mx.load(str(path)).items()}
-    mx.eval(weights)
-    change(weights)
-    mx.save_safetensors(str(path), weights)
-
-
 def raw_safetensors(path, header, data=b"\0" * 64):
     body = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(body)) + body + data)
@@ -151,14 +143,14 @@ def test_weights_that_are_not_finite(mimo, name, value):
     def damage(weights):
         weights[name][0, 0] = value
 
-    edit_weights(mimo, damage)
+    tiny.edit_weights(mimo, damage)
     refused(mimo, "not finite", name.split(".")[-2])
 
 
 def test_missing_and_extra_trunk_tensors(mimo):
-    edit_weights(mimo, lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
+    tiny.edit_weights(mimo, lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
     refused(mimo, "model.layers.1.mlp.up_proj.weight")
-    edit_weights(
+    tiny.edit_weights(
         mimo, lambda w: w.update({"model.layers.1.mlp.up_proj.weight": mx.zeros((48, 32)), "model.x": mx.zeros(3)})
     )
     refused(mimo, "model.x")
@@ -169,7 +161,7 @@ def test_head_declared_but_absent(mimo):
         for name in [n for n in weights if "mtp_layers" in n]:
             del weights[name]
 
-    edit_weights(mimo, strip)
+    tiny.edit_weights(mimo, strip)
     refused(mimo, "declares 1 MTP layer", "model.mtp_layers.0.input_proj.weight", "need no head")
     assert load_target(mimo, head="none").head is None
     assert inspect_checkpoint(mimo)["head"]["status"] == "declared"
@@ -182,18 +174,18 @@ def test_head_present_but_declared_zero(mimo):
 
 def test_head_tensor_missing_left_over_or_misshapen(mimo):
     name = "model.mtp_layers.0.hidden_layernorm.weight"
-    edit_weights(mimo, lambda w: w.pop(name))
+    tiny.edit_weights(mimo, lambda w: w.pop(name))
     refused(mimo, "lacks", name)
-    edit_weights(mimo, lambda w: w.update({name: mx.ones(32), "model.mtp_layers.0.spare.weight": mx.ones(3)}))
+    tiny.edit_weights(mimo, lambda w: w.update({name: mx.ones(32), "model.mtp_layers.0.spare.weight": mx.ones(3)}))
     refused(mimo, "nobody uses", "model.mtp_layers.0.spare.weight")
-    edit_weights(mimo, lambda w: w.pop("model.mtp_layers.0.spare.weight"))
+    tiny.edit_weights(mimo, lambda w: w.pop("model.mtp_layers.0.spare.weight"))
     load_target(mimo)
-    edit_weights(mimo, lambda w: w.update({name: mx.ones(31)}))
+    tiny.edit_weights(mimo, lambda w: w.update({name: mx.ones(31)}))
     refused(mimo, name, "[31]", "[32]")
 
 
 def test_more_layers_than_declared_are_left_over(mimo):
-    edit_weights(mimo, lambda w: w.update({"model.mtp_layers.1.input_proj.weight": mx.ones((32, 64))}))
+    tiny.edit_weights(mimo, lambda w: w.update({"model.mtp_layers.1.input_proj.weight": mx.ones((32, 64))}))
     refused(mimo, "model.mtp_layers.1.input_proj.weight")
 
 
@@ -229,8 +221,8 @@ def shift_head_norms(by):
 def test_zero_centred_head_norms_are_recognised(tmp_path):
     """A head stored minus one next to a shifted trunk loads as the same head; where the means do not tell: refused."""
     a, b, c = (tiny.build(tmp_path / n, "qwen3_5") for n in "abc")
-    edit_weights(b, shift_head_norms(-1.0))
-    edit_weights(c, shift_head_norms(-0.45))
+    tiny.edit_weights(b, shift_head_norms(-1.0))
+    tiny.edit_weights(c, shift_head_norms(-0.45))
     shifted, raw = load_target(a).head, load_target(b).head
     for x, y in ((shifted, raw),):
         assert mx.allclose(x.layers[0].embed_norm.weight, y.layers[0].embed_norm.weight, atol=1e-6)
@@ -251,7 +243,7 @@ def test_a_raw_qwen_checkpoint_equals_its_converted_twin(tmp_path):
             elif any(k in n for k in (*QWEN_NORMS, "model.norm")) and weights[n].ndim == 1:
                 weights[n] = weights[n] - 1.0
 
-    edit_weights(b, to_raw)
+    tiny.edit_weights(b, to_raw)
     out = []
     for folder in (a, b):
         loaded = load_target(folder)
@@ -274,7 +266,7 @@ def test_qwen_under_a_prefix(tmp_path):
             else:
                 weights[n.replace("language_model.model.", "model.language_model.")] = value
 
-    edit_weights(b, rename)
+    tiny.edit_weights(b, rename)
     x, y = load_target(a), load_target(b)
     assert mx.array_equal(x.head.layers[0].proj.weight, y.head.layers[0].proj.weight)
 
