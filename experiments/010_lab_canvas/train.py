@@ -1,6 +1,6 @@
 """Train `lab-canvas`: block diffusion with uniform corruption and self-conditioning, and a causal loss beside it.
 
-    python train.py train  --work DIR --minutes 70 [--start DIR/graft.pt]
+    python train.py train  --work DIR --minutes 70 [--start FILE]
     python train.py export --work DIR --out DIR
 
 One step: the encoder pass over windows of clean text (its causal loss makes the scoring model), then the decoder pass
@@ -11,7 +11,8 @@ temperature of the schedule: what it will see while denoising.
 
 Muon for the matrices, AdamW for the rest (experiment 000). The learning rate follows the share of the time used. The
 state is saved every five minutes; the same command continues it. While the file of --pause exists, training waits;
-waiting counts as time.
+waiting does not count as time. --start takes what graft.py wrote, or the model.safetensors of an earlier export, whose
+training goes on with a schedule of its own.
 """
 
 from __future__ import annotations
@@ -111,12 +112,21 @@ def evaluate(model: LabCanvas, work: Path, batches: int = 2) -> dict:
     return out
 
 
+def start(path: Path) -> dict[str, torch.Tensor]:
+    """The weights to begin with: graft.py's, or an exported model's (float16 on disk)."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return {k: v.float() for k, v in load_file(str(path)).items()}
+    return torch.load(path, weights_only=True)
+
+
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     work, path, log = args.work, args.work / "canvas.pt", args.work / "canvas.log"
     model = LabCanvas(Config())
     if args.start:
-        model.load_state_dict(torch.load(args.start, weights_only=True))
+        model.load_state_dict(start(args.start))
     opts, step, used, tokens = optimizers(model, args.lr), 0, 0.0, 0
     data = first.Batches(work, "train", args.seed)
     if path.exists():
@@ -131,8 +141,10 @@ def train(args: argparse.Namespace) -> None:
     while used < budget:
         while args.pause and args.pause.exists():
             time.sleep(1)
+            began += 1
         ids = data.draw(args.rows, LENGTH)
-        causal, denoised = losses(model, ids, g)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
+            causal, denoised = losses(model, ids, g)
         (CAUSAL * causal.mean() + denoised.mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
@@ -183,12 +195,15 @@ def main() -> None:
     parser.add_argument("phase", choices=("train", "export"))
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--start", type=Path, help="first weights (graft.py); random without")
+    parser.add_argument("--start", type=Path, help="first weights: graft.pt or model.safetensors; random without")
     parser.add_argument("--minutes", type=float, default=70)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="matrix products in it: for a CPU that has units for it"
+    )
     parser.add_argument("--save", type=float, default=300, help="seconds between two saved states")
     parser.add_argument("--pause", type=Path, help="wait while this file exists")
     args = parser.parse_args()

@@ -89,7 +89,7 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.full((size,), value)), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps)
 
 
 def linear(size_in: int, size_out: int, bias: bool = False) -> nn.Linear:
@@ -105,6 +105,13 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.
     cos, sin = angles
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention, causal without a mask; in float32 whatever autocast says: with heads this small bfloat16 is slower."""
+    q, k, v = q.float(), k.float(), v.float()
+    with torch.autocast("cpu", enabled=False):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
 
 
 class Places:
@@ -159,17 +166,17 @@ class Attention(nn.Module):
         v = F.rms_norm(v, (self.size,), None, self.c.eps).transpose(1, 2)
         angles = places.angles[self.kind]
         q, k = rotate(q, angles), rotate(self.k_norm(k).transpose(1, 2), angles)
-        attend = self._full if self.kind == FULL else self._sliding
-        y = attend(q, k, v, places, past)
+        over = self._full if self.kind == FULL else self._sliding
+        y = over(q, k, v, places, past)
         return self.o_proj(y.transpose(1, 2).reshape(B, L, -1)), (k, v)
 
     def _full(self, q, k, v, places: Places, past: tuple | None) -> torch.Tensor:
         rep = self.c.heads // self.kv
         if past is None:
             k, v = (a.repeat_interleave(rep, 1) for a in (k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+            return attend(q, k, v)
         k, v = (torch.cat([p, a], 2).repeat_interleave(rep, 1) for p, a in zip(past, (k, v), strict=True))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=places.full, scale=1.0)
+        return attend(q, k, v, places.full)
 
     def _sliding(self, q, k, v, places: Places, past: tuple | None) -> torch.Tensor:
         """Every canvas of queries against the window before it and itself: [B * blocks, kv, rep * C, window + C]."""
@@ -180,7 +187,7 @@ class Attention(nn.Module):
         before = past or (k, v)
         rows = [self._columns(p, a, W, C) for p, a in zip(before, (k, v), strict=True)]
         mask = (places.causal if past is None else places.canvas)[:, None].repeat(B, 1, rep, 1)
-        y = F.scaled_dot_product_attention(q, rows[0], rows[1], attn_mask=mask, scale=1.0)
+        y = attend(q, rows[0], rows[1], mask)
         return y.view(B, blocks, kv, rep, C, size).permute(0, 2, 3, 1, 4, 5).reshape(B, H, L, size)
 
     @staticmethod

@@ -72,12 +72,14 @@ class Half(NamedTuple):
 def _check_free(halves: Sequence[Half]) -> None:
     """The folders of all halves, before the minutes of the first."""
     from mtplab.trials.runner import resume_command
-    from mtplab.trials.store import check_free
+    from mtplab.trials.store import check_free, is_run
 
     for half in halves:
         if half.folder.exists():
-            way_out = f"choose another --out, or go on with: {resume_command(half.folder, half.plan.kind)}"
-            raise RequestError(f"{half.folder} exists already; {way_out}")
+            # Only what holds a run of this kind can be gone on with.
+            run = is_run(half.folder, half.plan.kind)
+            also = f", or go on with: {resume_command(half.folder, half.plan.kind)}" if run else ""
+            raise RequestError(f"{half.folder} exists already; choose another --out{also}")
         check_free(half.folder)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli.generate import COLOURS, encode, read_prompt, show_record
+from mtplab.cli.generate import check_colour, encode, read_prompt, show_record
 from mtplab.cli.options import Output, Quiet, check_format, out, tell
 from mtplab.cli.sweep import RUNS, _names, _option, _stamp
 from mtplab.errors import RequestError, TrialsFailed
@@ -196,10 +196,7 @@ def _one(flag: str, values: list[Any] | None) -> Any:
 
 
 def _check_drawing(show: bool, color: str | None, quiet: bool) -> None:
-    if color is not None and color not in COLOURS:
-        raise RequestError(f"--color {color!r} is not one of {', '.join(COLOURS)}")
-    if color is not None and not show:
-        raise RequestError(f"--color {color} says how --show draws; give --show, too, or drop it")
+    check_colour(color, show)
     if show and quiet:
         raise RequestError("--show draws on stderr and --quiet wants nothing there; drop one of them")
 

@@ -40,8 +40,12 @@ def diverge(
             show_default=False,
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Prompts per corpus.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens cut per prompt.")] = 96,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", help="Prompts per corpus [4].", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", help="Tokens cut per prompt [96].", show_default=False)
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Tokens compared per prompt.")] = 256,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Go on after the end of text.")

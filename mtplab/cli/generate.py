@@ -74,15 +74,17 @@ def generate(
     verify: Verify = None,
     trust_remote_code: Trust = False,
     show: Annotated[bool, typer.Option("--show", help="Colour accepted drafts, bonus tokens and corrections.")] = False,
-    color: Annotated[str, typer.Option("--color", help="auto (a terminal), always or never.")] = "auto",
+    color: Annotated[
+        str | None,
+        typer.Option("--color", help="With --show: auto (a terminal), always or never [auto].", show_default=False),
+    ] = None,
     output: Annotated[
         str, typer.Option("-o", "--output", help="table (the text), json, or jsonl (every record as it comes).")
     ] = "table",
 ) -> None:
     """Generate text; the result goes to stdout, the statistics line to stderr."""
     check_format(output, ("table", "json", "jsonl"))
-    if color not in COLOURS:
-        raise RequestError(f"--color {color!r} is not one of {', '.join(COLOURS)}")
+    check_colour(color, show)
     if arm is not None and depth is not None:
         raise RequestError(f"--arm {arm} and --depth {depth} say the same thing; give one of them")
     if kv_group_size is not None and kv_bits is None:
@@ -113,8 +115,16 @@ def generate(
     if verify is not None:
         tell(f"verify {way}: logits equal to {session.verifier.equal_to}")
     tokens = encode(session.loaded.tokenizer, text, chat)
-    colour = show and output == "table" and wants_colour(color)
+    colour = show and output == "table" and wants_colour(color or "auto")
     stream(session, tokens, settings, output, colour=colour)
+
+
+def check_colour(color: str | None, show: bool) -> None:
+    """RequestError for no such choice, or one that nothing would use."""
+    if color is not None and color not in COLOURS:
+        raise RequestError(f"--color {color!r} is not one of {', '.join(COLOURS)}")
+    if color is not None and not show:
+        raise RequestError(f"--color {color} says how --show draws; give --show, too, or drop it")
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -193,7 +203,7 @@ def stream(session: Any, tokens: list[int], settings: Any, output: str, *, colou
             records.append(record)
             show_record(record, painter.feed(record), output)
     if records:
-        _finish(records, painter.text, settings.effective() | session.effective, output)
+        _finish(records, painter.text, session.settings(settings), output)
     if not records or not records[-1].cut:
         raise KeyboardInterrupt
 

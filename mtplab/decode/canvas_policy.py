@@ -58,6 +58,13 @@ class CanvasPolicy:
     def effective(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def idle(self) -> frozenset[str]:
+        """Fields that decide nothing beside the others."""
+        used = {THRESHOLDS[self.accept], *(("stability", "confidence") if self.stop == "stable" else ())}
+        used |= {"t_min"} if self.schedule == "linear" else set()
+        return frozenset({"bound", "threshold", "count", "stability", "confidence", "t_min"} - used)
+
 
 # A sampler is a name for a set of choices; `name:number` also sets its threshold.
 SAMPLERS: dict[str, dict[str, Any]] = {

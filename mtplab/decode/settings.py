@@ -36,6 +36,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks = (
+            ("seed", self.seed, self.seed >= 0, "use 0 or more"),
             ("max-tokens", self.max_tokens, self.max_tokens >= 1, "use 1 or more"),
             ("temp", self.temp, math.isfinite(self.temp) and self.temp >= 0, "use 0 (greedy) or more"),
             ("top-p", self.top_p, 0 <= self.top_p <= 1, "use 0 (off) to 1"),

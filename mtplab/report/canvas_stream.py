@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+from mtplab.decode.canvas_policy import CanvasPolicy
 from mtplab.records import canvas_metrics as metrics
 from mtplab.records.canvas import Canvas, CanvasRequest, DenoiseStep
 from mtplab.report.stream import FINISH, Painter
@@ -64,9 +66,11 @@ class Drawing:
 
 
 def effective_line(effective: Mapping[str, Any]) -> str:
-    """The settings in force that are not the reference's, each with where it came from."""
-    sources = effective["sources"]
-    said = [f"{k} {effective[k]} ({v})" for k, v in sources.items() if v != "reference"]
+    """The settings in force that are not the reference's, each with where it came from; not those that decide
+    nothing beside the others."""
+    idle = CanvasPolicy(**{f.name: effective[f.name] for f in fields(CanvasPolicy)}).idle
+    sources = {k: v for k, v in effective["sources"].items() if k not in idle and v != "reference"}
+    said = [f"{k} {effective[k]} ({v})" for k, v in sources.items()]
     return f"settings: {', '.join([*said, 'the rest as in the published reference'])}"
 
 

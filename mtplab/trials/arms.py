@@ -113,6 +113,11 @@ class Session:
             "numerics": numerics.in_force(self.loaded.target) or None,
         } | self.verifier.effective()
 
+    def settings(self, settings: Settings) -> dict[str, Any]:
+        """The effective value of everything in a request. Greedy drafts are the head's first choice either way."""
+        unused = {"drafts": None} if settings.greedy else {}
+        return settings.effective() | self.effective | unused
+
     def knows_costs_of(self, other: Session) -> None:
         """Go on with what another session of this arm on this machine learned of the cost of a pass, and with nothing
         of what its texts accepted."""
@@ -158,7 +163,7 @@ class Session:
     ) -> Request:
         """Run to the end and collect the records."""
         prefill, *passes = self.run(prompt, request=request, settings=settings)
-        effective = settings.effective() | self.effective
+        effective = self.settings(settings)
         if self.started_from is not None:
             effective["policy"] = self.started_from
         finish = (passes[-1].cut if passes else prefill.cut) or "cap"

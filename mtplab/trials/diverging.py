@@ -18,6 +18,7 @@ from mtplab.trials.arms import parse_arm
 WITH_HEAD = ("depth0", "depth1", "depth2", "depth3", "adaptive", "scripted3")
 WITHOUT_HEAD = ("depth0", "ngram3", "scripted3")
 CORPORA = ("novel", "c")
+PROMPTS, PROMPT_TOKENS = 4, 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Wanted:
     arms: tuple[str, ...] = ()
     corpora: tuple[str, ...] = ()
     prompt: str | None = None
-    prompts: int = 4
-    prompt_tokens: int = 96
+    prompts: int | None = None  # per corpus; None: not asked for, PROMPTS
+    prompt_tokens: int | None = None  # None: PROMPT_TOKENS
     max_tokens: int = 256
     prefill_step: int = 2048
     ignore_eos: bool = True
@@ -72,8 +73,8 @@ def arm_names(given: Sequence[str]) -> tuple[str, ...]:
 
 def diverge(wanted: Wanted, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Load, run and diagnose; the document of `diagnose.summary` with the model's facts. After `backend.setup`."""
-    for name, value in (("prompts", wanted.prompts), ("prompt-tokens", wanted.prompt_tokens)):
-        if value < 1:
+    for name, value in _cut(wanted):
+        if value is not None and value < 1:
             raise RequestError(f"--{name} {value} is out of range; use 1 or more")
     arms = [candidate(n, **wanted.drafting) for n in wanted.arms]
     needs = any(a.drafter == "mtp" for a in arms)
@@ -90,19 +91,27 @@ def diverge(wanted: Wanted, say: Callable[[str], None] = lambda text: None) -> d
     return found | {"model": loaded.facts, "notices": notices, "settings": _effective(wanted, arms, texts)}
 
 
+def _cut(wanted: Wanted) -> tuple[tuple[str, int | None], ...]:
+    """What was asked of the prompts cut from a corpus, by its flag."""
+    return ("prompts", wanted.prompts), ("prompt-tokens", wanted.prompt_tokens)
+
+
 def _texts(wanted: Wanted, loaded: Loaded) -> tuple[list[Any], list[str]]:
     from mtplab.diagnose.diverge import Text
 
     if wanted.prompt is not None:
         if wanted.corpora:
             raise RequestError("--prompt and --corpus both give prompts; use one of them")
+        for name, value in _cut(wanted):
+            if value is not None:
+                raise RequestError(f"--{name} {value} is for prompts cut from a corpus; drop it, or --prompt")
         corpus.check_utf8(wanted.prompt)
         made = corpus.Prompt("prompt", "prompt", tuple(loaded.tokenizer.encode(wanted.prompt)), wanted.prompt)
         corpus.check_prompt(made, room=wanted.max_tokens, context=loaded.context)
         return [Text(made.id, made.tokens)], []
     prompts, notices = corpus.load_corpora(
-        wanted.corpora or CORPORA, loaded.tokenizer, prompts=wanted.prompts,
-        prompt_tokens=wanted.prompt_tokens, room=wanted.max_tokens, context=loaded.context,
+        wanted.corpora or CORPORA, loaded.tokenizer, prompts=wanted.prompts or PROMPTS,
+        prompt_tokens=wanted.prompt_tokens or PROMPT_TOKENS, room=wanted.max_tokens, context=loaded.context,
     )  # fmt: skip
     return [Text(p.id, p.tokens) for p in prompts], notices
 
@@ -139,7 +148,7 @@ def _effective(wanted: Wanted, arms: list[Candidate], texts: list[Any]) -> dict[
         "arms": [a.name for a in arms],
         "corpora": list(wanted.corpora or CORPORA) if cut else None,
         "prompts": len(texts),
-        "prompt_tokens": wanted.prompt_tokens if cut else None,
+        "prompt_tokens": (wanted.prompt_tokens or PROMPT_TOKENS) if cut else None,
         "max_tokens": wanted.max_tokens,
         "prefill_step": wanted.prefill_step,
         "ignore_eos": wanted.ignore_eos,

@@ -138,11 +138,19 @@ class Store:
             yield
 
 
+def is_run(folder: Path, kind: str | None = None) -> bool:
+    """Whether the folder holds a run that this version can go on with, of the verb `kind` where that is given."""
+    with suppress(RequestError):
+        return bool(open_run(folder, kind=kind))
+    return False
+
+
 def check_free(folder: Path) -> None:
     """Refuse an output folder that exists or cannot be made, before any work is done for it."""
     with explained(folder):
         if folder.exists() or folder.is_symlink():
-            raise RequestError(f"{folder} exists already; choose another --out, or continue that run with --resume")
+            also = ", or continue that run with --resume" if is_run(folder) else ""
+            raise RequestError(f"{folder} exists already; choose another --out{also}")
         nearest = next(p for p in folder.absolute().parents if p.exists())
         if not nearest.is_dir():
             raise RequestError(f"cannot write {folder}: {nearest} is not a folder; choose another --out")
@@ -195,10 +203,13 @@ def open_run(folder: Path, plan: Plan | DenoisePlan | None = None, *, kind: str 
     a run of another verb than `kind`."""
     if not (folder / "plan.json").is_file():
         raise RequestError(f"{folder} holds no run (no plan.json in it); check the path, or start one without --resume")
-    schema = _read(folder / "plan.json").get("schema")
+    stored = _read(folder / "plan.json")
+    if not isinstance(stored, dict):
+        raise RequestError(f"{folder / 'plan.json'} is damaged (not an object); the run cannot be read")
+    schema = stored.get("schema")
     if schema != SCHEMA:
         raise RequestError(f"{folder} has schema {schema!r}; this mtplab reads schema {SCHEMA}")
-    found = _read(folder / "plan.json").get("kind", Plan.kind)
+    found = stored.get("kind", Plan.kind)
     if found not in PLANS or kind not in (None, found):
         raise RequestError(f"{folder} is a run of `mtplab {found}`; go on with it, or read it, through that verb")
     store = Store(folder)

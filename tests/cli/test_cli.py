@@ -101,6 +101,8 @@ def test_no_arguments_show_the_help_and_are_an_error(call):
         (("generate", "-p", "x", "--max-tokens", 0), "--max-tokens 0 is out of range"),
         (("generate", "-p", "x", "--temp", "nan"), "--temp nan is out of range"),
         (("generate", "-p", "x", "--color", "pink"), "--color 'pink' is not one of"),
+        (("generate", "-p", "x", "--color", "never"), "--color never says how --show draws"),
+        (("generate", "-p", "x", "--seed", -1), "--seed -1 is out of range; use 0 or more"),
         (("generate", "-p", "x", "--kv-group-size", 32), "give --kv-bits, too"),
         (("sweep", "--modes", "greedy", "--temp", 0.5), "temp is for the sampled mode"),
         (("generate", "-p", "x", "-o", "csv"), "output format 'csv' is not one of table, json, jsonl"),
@@ -208,7 +210,8 @@ def test_generate_streams_the_same_text_as_its_document(call, checkpoints):
     assert call("generate", "--model", model, "-p", "abcabc", "--arm", "baseline", "-m", 20)[1] == text
     asked = ("--history", "drafted", "--no-prime")
     settings = json.loads(call(*flags, *asked, "-o", "json")[1])["settings"]
-    assert settings["history"] == "drafted" and settings["prime"] is False and settings["drafts"] == "sampled"
+    assert settings["history"] == "drafted" and settings["prime"] is False and settings["drafts"] is None
+    assert json.loads(call(*flags, "--temp", 1, "-o", "json")[1])["settings"]["drafts"] == "sampled"
 
 
 def test_colours_only_where_they_are_wanted(call, checkpoints, monkeypatch):

@@ -53,6 +53,8 @@ def test_simulated_numerics_are_named_and_explained(checkpoints, text, capsys):
         (["--arm", "fast"], "scripted1..8"),
         (["--arm", "depth0,depth0"], "given twice"),
         (["-p", "!"], "has 1 token; diverge needs two or more"),
+        (["-p", "abcdef", "--prompts", "2"], "--prompts 2 is for prompts cut from a corpus; drop it, or --prompt"),
+        (["-p", "abcdef", "--prompt-tokens", "96"], "--prompt-tokens 96 is for prompts cut from a corpus"),
         (["-p", "abc", "--corpus", "novel"], "use one of them"),
         (["-p", "abcdef", "--simulate", "magic@*"], "'magic@*'"),
         (["-p", "abcdef", "--simulate", "splitk@nothing"], "no linear fits 'nothing'"),

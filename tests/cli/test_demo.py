@@ -10,7 +10,9 @@ import pytest
 from mtplab import cli
 from mtplab.cli import demo
 from mtplab.errors import ModelError, TrialsFailed
-from mtplab.trials import canvas_plan
+from mtplab.trials import store
+from mtplab.trials.canvas_plan import DenoisePlan
+from mtplab.trials.plan import Plan
 
 
 def test_the_demo_has_a_second_half_where_the_model_is_there(monkeypatch, capfd, tmp_path):
@@ -27,7 +29,7 @@ def test_the_demo_has_a_second_half_where_the_model_is_there(monkeypatch, capfd,
         assert cli.main(["demo", "--out", str(tmp_path / "d"), "-o", "json", "-q"]) == 0
         assert json.loads(capfd.readouterr().out) == wanted
         assert seen == [("sweep", "d"), ("denoise", "d-canvas")][: 1 + there]
-    canvas_plan.DenoisePlan(**demo.CANVAS)
+    DenoisePlan(**demo.CANVAS)
 
 
 @pytest.fixture
@@ -63,9 +65,18 @@ def halves(monkeypatch):
 @pytest.mark.parametrize(("taken", "verb"), [("d", "sweep"), ("d-canvas", "denoise")])
 def test_the_demo_looks_at_both_folders_before_it_starts(halves, call, tmp_path, taken, verb):
     (tmp_path / taken).mkdir()
-    code, out, err = call("demo", "--out", tmp_path / "d")
-    assert code == 2 and out == "" and halves.seen == [] and err.count("\n") == 1
-    assert f"{tmp_path / taken} exists already; choose another --out, or go on with: mtplab {verb} --resume" in err
+
+    def refused() -> str:
+        code, out, err = call("demo", "--out", tmp_path / "d")
+        assert code == 2 and out == "" and halves.seen == [] and err.count("\n") == 1
+        return err
+
+    said = f"{tmp_path / taken} exists already; choose another --out"
+    assert refused() == f"mtplab: {said}\n", "a folder that is no run cannot be gone on with"
+    for kind, plan in (("sweep", Plan()), ("denoise", DenoisePlan())):
+        (tmp_path / taken).rename(tmp_path / f"before-{kind}")
+        store.create(tmp_path / taken, plan, prompts=[], manifest={"machine": {}}, costs={})
+        assert (f"{said}, or go on with: mtplab {verb} --resume" in refused()) == (kind == verb)
 
 
 @pytest.mark.parametrize("which", [("sweep",), ("denoise",), ("sweep", "denoise")])

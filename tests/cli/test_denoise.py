@@ -136,6 +136,15 @@ def test_quiet_leaves_the_text_alone(gemma, call):
     assert code == 2 and out == "" and err.startswith("mtplab: --canvas 13"), "an error is told all the same"
 
 
+def test_the_settings_line_names_what_decides_something(gemma, call):
+    def line(*more):
+        return next(x for x in call(*one(gemma, *more))[2].splitlines() if x.startswith("settings: "))
+
+    assert "bound 0.5 (checkpoint: generation_config.json: sampler_config.entropy_bound)" in line()
+    other = line("--sampler", "confidence:0.8")
+    assert "threshold 0.8 (request)" in other and "bound" not in other, "no entropy bound in this acceptance"
+
+
 def test_stop_none_runs_every_step_whatever_the_sampler(llada, call):
     arguments = ("-p", "abc", "-m", 8, "--steps", 12, "--sampler", "confidence:0.01", "-o", "json", "-q")
     for stop, stops in (((), [(1, "accepted")]), (("--stop", "none"), [(12, "cap")])):
@@ -276,6 +285,7 @@ def test_room_is_for_whole_canvases_and_checked_before_any_pass(capped, texts, c
         (("-m", 0), "max_tokens is 0 but must be at least 1"),
         (("--steps=--5",), "--steps '--5' is not a comma list of whole numbers"),
         (("-p", "x", "--steps=--5"), "--steps '--5' is not a comma list of whole numbers"),
+        (("-p", "x", "--seed", -1), "--seed -1 is out of range"),
         (("-p", "x", "--color", "always"), "--color always says how --show draws; give --show, too, or drop it"),
         (("-p", "x", "--show", "--color", "pink"), "--color 'pink' is not one of"),
         (("--color", "never"), "--color is for one prompt"),

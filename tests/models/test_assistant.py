@@ -241,5 +241,5 @@ def test_a_record_says_nothing_of_rows_that_an_assistant_does_not_keep(loaded):
     request = Session(loaded, parse_arm("depth1")).request(
         tiny.prompt(1, 9), request=0, settings=Settings(max_tokens=4)
     )
-    kept = {k: request.settings[k] for k in ("drafter", "history", "prime", "drafts")}
-    assert kept == {"drafter": "mtp", "history": None, "prime": None, "drafts": "sampled"}
+    kept = {k: request.settings[k] for k in ("drafter", "history", "prime", "drafts")}  # greedy: no draft is drawn
+    assert kept == {"drafter": "mtp", "history": None, "prime": None, "drafts": None}

@@ -21,9 +21,15 @@ def create(folder: Path, plan: Plan | None = None) -> store.Store:
 
 def test_an_existing_folder_is_never_written_into(tmp_path):
     (tmp_path / "run").mkdir()
-    with pytest.raises(RequestError, match="exists already; choose another --out, or continue that run with --resume"):
+    with pytest.raises(RequestError, match=r"exists already; choose another --out$"):
         create(tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
+    create(tmp_path / "begun")
+    with pytest.raises(RequestError, match=r"choose another --out, or continue that run with --resume$"):
+        create(tmp_path / "begun")
+    (tmp_path / "begun" / "plan.json").write_text("[]")
+    with pytest.raises(RequestError, match=r"plan\.json is damaged"):
+        store.open_run(tmp_path / "begun")
 
 
 def test_an_existing_file_or_dangling_link_counts_as_existing(tmp_path):
