@@ -63,6 +63,8 @@ def write(model, prompt: list[int], steps: int, canvases: int = 2, seed: int = 0
     import mlx.core as mx
     from mtplab.kernels.canvas_rows import canvas_rows
 
+    from mtplab.backend.keys import uniforms
+
     d, cache, made = model.defaults, model.new_cache(), []
     model.prefill(prompt, cache)
     for c in range(canvases):
@@ -71,7 +73,8 @@ def write(model, prompt: list[int], steps: int, canvases: int = 2, seed: int = 0
         for step in range(steps):
             t = d["t_min"] + (d["t_max"] - d["t_min"]) * (steps - step) / steps
             logits = model.denoise(canvas, soft, cache)
-            rows = canvas_rows(logits, t, backend.key(seed, c, step, "propose"), expect=model.expect)
+            drawn = mx.array(uniforms(model.canvas, seed, c, step, "propose"))
+            rows = canvas_rows(logits, t, drawn, expect=model.expect)
             soft = rows.expected
             order = mx.argsort(rows.entropy)
             entropy = rows.entropy[order]

@@ -1,6 +1,6 @@
 """The full-vocabulary work of a denoising step, in one function and without a second array of size [C, V].
 
-    rows = canvas_rows(logits, temperature, key=k)      # or noise=..., or neither
+    rows = canvas_rows(logits, temperature, uniform)      # or noise=..., or neither
     rows.entropy, rows.proposal, rows.choice            # [C] each
 
 Importing this module imports no mlx; the first call does, so call `mtplab.backend.setup()` before it.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Expect = Callable[[mx.array, int], mx.array]
 
-__all__ = ["Rows", "canvas_rows", "noise"]
+__all__ = ["Rows", "canvas_rows"]
 
 
 class Rows(NamedTuple):
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     top: mx.array  # maximum of the raw logits
     lse: mx.array  # log-sum-exp of the logits over the temperature
     entropy: mx.array  # nats, of the distribution at that temperature
-    proposal: mx.array  # sampled from that distribution, or `choice` without noise; -1: no distribution
+    proposal: mx.array  # sampled from that distribution, or `choice`; -1: no distribution
     expected: mx.array | None = None  # the mean of what `expect` stands for under that distribution, [C, D]
 
     def log_prob(self, logits: mx.array, temperature: mx.array | float, ids: mx.array) -> mx.array:
@@ -41,15 +41,16 @@ class Rows(NamedTuple):
 def canvas_rows(
     logits: mx.array,
     temperature: mx.array | float,
-    key: mx.array | None = None,
+    uniform: mx.array | None = None,
     *,
     noise: mx.array | None = None,
     expect: Expect | None = None,
 ) -> Rows:
     """Maximum, log-sum-exp, entropy, argmax and proposal of every row. `logits` [C, V], any float type.
 
-    The proposal is sampled with the noise of `key` (uint32 [2], see `noise`), or with `noise` [C, V], draws from Exp(1)
-    made elsewhere; without either it is the argmax. `expect(weights, first)` multiplies weights [C, n] of the ids from
+    The proposal is sampled with one number a row, `uniform` [C] in [0, 1), by running totals in the order of ids (ids
+    that share less than 2**-24 of the distribution may never be met); or with `noise` [C, V], draws from Exp(1), as
+    torch does; without either it is the argmax. `expect(weights, first)` multiplies weights [C, n] of the ids from
     `first` on with their rows of a table, [C, D]: the exponentials are here already. A vocabulary of more than one
     piece is evaluated piece by piece, a smaller one not at all. Raises ValueError for shapes or a temperature that do
     not fit.
@@ -62,15 +63,10 @@ def canvas_rows(
         raise ValueError(
             f"the temperature must be above 0 and finite, not {temperature}; for argmax leave out the noise"
         )
-    if key is not None and noise is not None:
-        raise ValueError("give a key or the noise itself, not both")
+    if uniform is not None and noise is not None:
+        raise ValueError("give uniform numbers or noise, not both")
+    if uniform is not None and uniform.shape != logits.shape[:1]:
+        raise ValueError(f"uniform must have shape {logits.shape[:1]}, not {uniform.shape}")
     if noise is not None and noise.shape != logits.shape:
         raise ValueError(f"noise must have shape {logits.shape}, not {noise.shape}")
-    return Rows(*plain.canvas_rows(logits, temperature, key, noise, expect))
-
-
-def noise(key: mx.array, rows: int, columns: int) -> mx.array:
-    """The draws from Exp(1) that `canvas_rows` makes of `key`, float32 [rows, columns]."""
-    from . import plain
-
-    return plain.noise(key, rows, columns)
+    return Rows(*plain.canvas_rows(logits, temperature, uniform, noise, expect))

@@ -1,8 +1,8 @@
 """The rows of a canvas in plain `mx`, cut along the vocabulary. Same results as `reference`, to float32 rounding.
 
-The one array of size [C, V] is the logits: exponentials, products and noise exist for `WIDTH` columns at a time. The
-proposal is argmax(weights / noise), which is argmax(z - log(noise)) without the logarithm: mlx's exponential on a CPU
-costs six times its division, so one has to do for total, entropy and proposal.
+The one array of size [C, V] is the logits: exponentials and products exist for `WIDTH` columns at a time. A proposal
+takes one uniform number a row and no noise as wide as the vocabulary: the sums of every `GROUP` columns, which the
+total needs anyway, say in which group the number falls, and that group's exponentials are made once more.
 """
 
 from __future__ import annotations
@@ -12,67 +12,90 @@ from collections.abc import Callable
 import mlx.core as mx
 
 NOT_A_NUMBER = -1
-WIDTH = 4096  # columns of a piece; the noise of a key is drawn piece by piece, so this number is part of its meaning
+WIDTH = 4096  # columns of a piece, a multiple of GROUP
 GROUP = 64  # columns that are added first
+BELOW = 1 - 2.0**-24  # times this, a positive float32 is the one before it
 FAR = -1e4  # the exponential of anything below is 0; times this it stays 0, times -inf it would not
-
-
-def exponential(key: mx.array, rows: int, columns: int) -> mx.array:
-    """Draws from Exp(1), float32 [rows, columns]; never 0, since mlx's uniform numbers stay below 1."""
-    return -mx.log(mx.random.uniform(shape=(rows, columns), key=key))
-
-
-def noise(key: mx.array, rows: int, columns: int) -> mx.array:
-    """The whole noise that `canvas_rows` draws from `key`, [rows, columns]."""
-    pieces = _pieces(columns)
-    keys = mx.random.split(key, len(pieces))
-    return mx.concatenate([exponential(keys[i], rows, b - a) for i, (a, b) in enumerate(pieces)], axis=1)
 
 
 def _pieces(columns: int) -> list[tuple[int, int]]:
     return [(a, min(a + WIDTH, columns)) for a in range(0, columns, WIDTH)]
 
 
-def _sum(x: mx.array) -> mx.array:
-    """Row sums in two stages: added one after the other, thousands of equal numbers lose 4e-5 of their sum."""
+def _groups(x: mx.array) -> mx.array:
+    """Sums of every GROUP columns, [C, n] -> [C, ceil(n / GROUP)]. Sums in two stages: added one after the other,
+    thousands of equal numbers lose 4e-5 of their sum."""
     rows, columns = x.shape
-    even = columns // GROUP * GROUP
-    total = x[:, :even].reshape(rows, -1, GROUP).sum(axis=-1).sum(axis=-1)
-    return total if even == columns else total + x[:, even:].sum(axis=-1)
+    missing = -columns % GROUP
+    x = mx.pad(x, ((0, 0), (0, missing))) if missing else x
+    return x.reshape(rows, -1, GROUP).sum(axis=-1)
+
+
+def _where(sums: mx.array, at: mx.array) -> tuple[mx.array, mx.array]:
+    """Per row, the first of the sums' running totals that is above `at` [C, 1] (none: the last positive one), and what
+    of `at` is left there: [C, 1] each. Its sum is above 0."""
+    totals = mx.cumsum(sums, axis=-1)
+    at = mx.minimum(at, totals[:, -1:] * BELOW)
+    found = mx.argmax(totals > at, axis=-1, keepdims=True)
+    before = mx.take_along_axis(totals, mx.maximum(found, 1) - 1, axis=-1)
+    return found, at - mx.where(found > 0, before, 0.0)
+
+
+def _drawn(
+    logits: mx.array, top: mx.array, temperature: mx.array | float, sums: mx.array, total: mx.array, uniform: mx.array
+) -> mx.array:
+    """The smallest id whose running total of weights is above `uniform` [C] times `total` [C], int32 [C]. `sums`: of
+    every GROUP weights."""
+    group, rest = _where(sums, uniform[:, None] * total[:, None])
+    ids = group * GROUP + mx.arange(GROUP)
+    columns = logits.shape[1]
+    near = mx.take_along_axis(logits, mx.minimum(ids, columns - 1) if columns % GROUP else ids, axis=-1)
+    weights = _weights(near, top, temperature)[0]
+    weights = mx.where(ids < columns, weights, 0.0) if columns % GROUP else weights
+    return (group * GROUP + _where(weights, rest)[0])[:, 0].astype(mx.int32)
+
+
+def _weights(part: mx.array, top: mx.array, temperature: mx.array | float) -> tuple[mx.array, mx.array]:
+    """(exp(z), z) with z = (logits - maximum) / temperature."""
+    # Minus the maximum first: what is left is small, and dividing it loses nothing.
+    z = part.astype(mx.float32) - top[:, None]
+    z = z if isinstance(temperature, float) and temperature == 1.0 else z / temperature
+    return mx.exp(z), z
 
 
 def canvas_rows(
     logits: mx.array,
     temperature: mx.array | float,
-    key: mx.array | None,
-    drawn: mx.array | None,
+    uniform: mx.array | None,
+    noise: mx.array | None,
     expect: Callable[[mx.array, int], mx.array] | None = None,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array | None]:
-    """`logits` [C, V]; `key` or `drawn` noise [C, V] or neither -> see `reference.canvas_rows`; ids int32."""
+    """`logits` [C, V]; `uniform` [C] or `noise` [C, V] or neither -> see `reference.canvas_rows`; ids int32."""
     rows, columns = logits.shape
     pieces = _pieces(columns)
-    keys = None if key is None else mx.random.split(key, len(pieces))
     # `max` hands a NaN on, and both reductions read the logits where they lie.
     top = mx.max(logits, axis=-1).astype(mx.float32)
     choice = mx.where(mx.isnan(top), NOT_A_NUMBER, mx.argmax(logits, axis=-1).astype(mx.int32))
-    total = mean = mx.zeros((rows,), mx.float32)
-    best, proposal, expected = mx.full((rows,), -1.0), choice, None
-    for i, (a, b) in enumerate(pieces):
-        # Minus the maximum first: what is left is small, and dividing it loses nothing.
-        z = logits[:, a:b].astype(mx.float32) - top[:, None]
-        z = z if isinstance(temperature, float) and temperature == 1.0 else z / temperature
-        weights = mx.exp(z)
-        total, mean = total + _sum(weights), mean + _sum(weights * mx.maximum(z, FAR))
-        if key is not None or drawn is not None:
-            scores = weights / (exponential(keys[i], rows, b - a) if keys is not None else drawn[:, a:b])
+    mean, proposal, best, expected, sums = mx.zeros((rows,), mx.float32), choice, None, None, []
+    for a, b in pieces:
+        weights, z = _weights(logits[:, a:b], top, temperature)
+        sums.append(_groups(weights))
+        mean = mean + _groups(weights * mx.maximum(z, FAR)).sum(axis=-1)
+        if noise is not None:
+            scores = weights / noise[:, a:b]
             here, found = mx.max(scores, axis=-1), mx.argmax(scores, axis=-1).astype(mx.int32) + a
-            best, proposal = mx.maximum(here, best), mx.where(here > best, found, proposal)
+            proposal = found if best is None else mx.where(here > best, found, proposal)
+            best = here if best is None else mx.maximum(here, best)
         if expect is not None:
             part = expect(weights, a).astype(mx.float32)
             expected = part if expected is None else expected + part
         if len(pieces) > 1:
             # A piece is finished before the next one begins: the scheduler would hold the temporaries of many.
-            mx.eval(total, mean, best, proposal, [] if expected is None else expected)
+            mx.eval(mean, sums[-1], proposal, [a for a in (best, expected) if a is not None])
+    sums = sums[0] if len(sums) == 1 else mx.concatenate(sums, axis=-1)
+    total = (sums if sums.shape[1] <= GROUP else _groups(sums)).sum(axis=-1)
+    if uniform is not None:
+        proposal = _drawn(logits, top, temperature, sums, total, uniform)
     lost = ~(mx.abs(top) < float("inf"))
     log_total = mx.log(total)
     lse = mx.where(lost, float("nan"), top / temperature + log_total)

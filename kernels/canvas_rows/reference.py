@@ -6,8 +6,9 @@ With z = logits / temperature and p = softmax(z), for every row (position of the
     top        the maximum of the raw logits
     lse        log(sum(exp(z)))
     entropy    -sum(p * log(p)), in nats; an id of probability 0 adds 0
-    proposal   argmax(z - log(noise)) with `noise` drawn from Exp(1): a sample from p (the Gumbel-max trick, and what
-               torch's `multinomial(p, 1)` computes as argmax(p / noise)); without noise the choice
+    proposal   a sample from p: with `uniform` in [0, 1) the smallest id with p[0] + ... + p[id] > uniform; with `noise`
+               drawn from Exp(1) argmax(z - log(noise)) (the Gumbel-max trick, and what torch's `multinomial(p, 1)`
+               computes as argmax(p / noise)); without either the choice
     expected   p @ table (that one is `expected`, below)
 """
 
@@ -20,9 +21,9 @@ NOT_A_NUMBER = -1
 
 
 def canvas_rows(
-    logits: ArrayLike, temperature: float, noise: ArrayLike | None = None
+    logits: ArrayLike, temperature: float, noise: ArrayLike | None = None, uniform: ArrayLike | None = None
 ) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray]:
-    """`logits` [C, V], `noise` [C, V] or None -> choice int, top, lse, entropy float64, proposal int; [C] each.
+    """`logits` and `noise` [C, V], `uniform` [C] -> choice int, top, lse, entropy float64, proposal int; [C] each.
 
     A row with a NaN has choice and proposal -1. A row with an infinity above, or of -inf alone, has no distribution:
     its lse, entropy and proposal are NaN, NaN and -1.
@@ -41,7 +42,9 @@ def canvas_rows(
         mean = np.where(weights > 0, weights * shifted, 0).sum(-1) / total
         entropy = np.where(lost, np.nan, np.log(total) - mean)
         scores = z if noise is None else z - np.log(np.asarray(noise, dtype=np.float64))
-    proposal = choice if noise is None else np.where(lost, NOT_A_NUMBER, scores.argmax(-1))
+        if uniform is not None:
+            scores = np.cumsum(weights, axis=-1) > np.asarray(uniform, dtype=np.float64)[:, None] * total[:, None]
+    proposal = scores.argmax(-1) if noise is not None or uniform is not None else choice
     return choice, top.astype(np.float64), lse, entropy, np.where(lost, NOT_A_NUMBER, proposal)
 
 

@@ -44,6 +44,13 @@ def integers(below: int, count: int, seed: int, *parts: int | str) -> np.ndarray
     return ((raw >> np.uint64(32)) * np.uint64(below) >> np.uint64(32)).astype(np.int32)
 
 
+def uniforms(count: int, seed: int, *parts: int | str) -> np.ndarray:
+    """`count` numbers in [0, 1), multiples of 2**-24 and so exact in float32, without asking the device."""
+    import numpy as np
+
+    return integers(1 << 24, count, seed, *parts).astype(np.float32) / np.float32(1 << 24)
+
+
 def uniform(seed: int, *parts: int | str) -> float:
     """One number in [0, 1), a multiple of 2**-24 and so exact in float32, without asking the device."""
     return (words(seed, *parts)[0] >> 8) / 2**24

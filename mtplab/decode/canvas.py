@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mtplab.backend.clock import Clock, fence
-from mtplab.backend.keys import integers, key
+from mtplab.backend.keys import integers, uniforms
 from mtplab.decode import canvas_policy as policies
 from mtplab.decode.canvas_policy import CanvasPolicy
 from mtplab.decode.settings import Settings
@@ -62,8 +62,8 @@ class Draws:
 
     def rows(self, scaled: mx.array, canvas: int, step: int, *, sampled: bool, expect: Any = None) -> Rows:
         """What a step decides from, of logits [C, V] that are divided by the temperature already."""
-        drawn = key(self.seed, self.request, canvas, step, "propose") if sampled else None
-        return canvas_rows(scaled, 1.0, drawn, expect=expect)
+        drawn = uniforms(len(scaled), self.seed, self.request, canvas, step, "propose") if sampled else None
+        return canvas_rows(scaled, 1.0, None if drawn is None else mx.array(drawn), expect=expect)
 
 
 @dataclass
