@@ -149,7 +149,7 @@ class Diagnoser:
         )
         if self.tamper is not None and candidate.name != AGAIN:
             parts = self.tamper(parts)
-        lane = Lane(candidate.name, reference, parts, **options)
+        lane = Lane(candidate.name, reference, parts, lazy=candidate.name == AGAIN, **options)
         lane.stream = begin(candidate, parts, reference.prompt, clock=self.clock, request=request)
         return lane
 

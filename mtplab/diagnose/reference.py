@@ -22,7 +22,8 @@ from mtplab.models.heads import Head
 from mtplab.models.target import Output, Target
 from mtplab.records.types import Verify
 
-KEPT = 48  # rows; arms are at most a block and a scripted draft apart
+KEPT = 48  # rows; arms are at most AHEAD, a block and a scripted draft behind
+AHEAD = 16  # tokens made at a time: in a row one is computed while the graph of the next is built
 
 See = Callable[[mx.array, Cache, Output], Output]
 
@@ -143,8 +144,9 @@ class Reference:
         mx.async_eval([a for c in self.head_cache for a in (c.keys, c.values)])
 
     def reach(self, position: int) -> bool:
-        """Go on until the token at `position` is known; False if the text ends before it."""
-        while len(self.tokens) <= position and self.cut is None:
+        """Go on until the token at `position` is known, and then some; False if the text ends before it."""
+        until = position + AHEAD if len(self.tokens) <= position else 0
+        while len(self.tokens) <= until and self.cut is None:
             with aside(self.target):
                 record = next(self._stream, None)
             if record is None:
