@@ -49,7 +49,7 @@ def canvas_rows(
     """Maximum, log-sum-exp, entropy, argmax and proposal of every row. `logits` [C, V], any float type.
 
     The proposal is sampled with one number a row, `uniform` [C] in [0, 1), by running totals in the order of ids (ids
-    that share less than 2**-24 of the distribution may never be met); or with `noise` [C, V], draws from Exp(1), as
+    that share less than 2**-23 of the distribution may never be met); or with `noise` [C, V], draws from Exp(1), as
     torch does; without either it is the argmax. `expect(weights, first)` multiplies weights [C, n] of the ids from
     `first` on with their rows of a table, [C, D]: the exponentials are here already. A vocabulary of more than one
     piece is evaluated piece by piece, a smaller one not at all. Raises ValueError for shapes or a temperature that do

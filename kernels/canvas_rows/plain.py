@@ -31,28 +31,45 @@ def _groups(x: mx.array) -> mx.array:
     return x.reshape(rows, -1, GROUP).sum(axis=-1)
 
 
-def _where(sums: mx.array, at: mx.array) -> tuple[mx.array, mx.array]:
-    """Per row, the first of the sums' running totals that is above `at` [C, 1] (none: the last positive one), and what
-    of `at` is left there: [C, 1] each. Its sum is above 0."""
+def _where(sums: mx.array, at: mx.array, *, share: bool = False) -> tuple[mx.array, mx.array]:
+    """Per row, the first of the sums' running totals that is above `at` [C, 1] (none: the last sum above 0), and what
+    of `at` is left there: [C, 1] each. `share`: `at` is a share of the last total. A sum of 0 is never found."""
     totals = mx.cumsum(sums, axis=-1)
-    at = mx.minimum(at, totals[:, -1:] * BELOW)
-    found = mx.argmax(totals > at, axis=-1, keepdims=True)
+    # Where a device adds up in parallel, a total may be below the one before it.
+    reached = mx.where(sums > 0, totals, 0.0)
+    end = reached.max(axis=-1, keepdims=True)
+    at = mx.minimum(at * end if share else at, end * BELOW)
+    found = mx.argmax(reached > at, axis=-1, keepdims=True)
     before = mx.take_along_axis(totals, mx.maximum(found, 1) - 1, axis=-1)
     return found, at - mx.where(found > 0, before, 0.0)
 
 
 def _drawn(
-    logits: mx.array, top: mx.array, temperature: mx.array | float, sums: mx.array, total: mx.array, uniform: mx.array
+    logits: mx.array, top: mx.array, temperature: mx.array | float, levels: list[mx.array], uniform: mx.array
 ) -> mx.array:
-    """The smallest id whose running total of weights is above `uniform` [C] times `total` [C], int32 [C]. `sums`: of
-    every GROUP weights."""
-    group, rest = _where(sums, uniform[:, None] * total[:, None])
-    ids = group * GROUP + mx.arange(GROUP)
-    columns = logits.shape[1]
-    near = mx.take_along_axis(logits, mx.minimum(ids, columns - 1) if columns % GROUP else ids, axis=-1)
-    weights = _weights(near, top, temperature)[0]
-    weights = mx.where(ids < columns, weights, 0.0) if columns % GROUP else weights
-    return (group * GROUP + _where(weights, rest)[0])[:, 0].astype(mx.int32)
+    """The smallest id whose running total of weights is above `uniform` [C] times the total, int32 [C].
+
+    `levels`: sums of every GROUP weights, then of every GROUP of those, and so on. From the coarsest on, one member is
+    found in each: running totals of thousands would be off by more than a small id's weight."""
+    found, rest = _where(levels[-1], uniform[:, None], share=True)
+    for sums in levels[-2::-1]:
+        found, rest = _inside(found, rest, lambda at, s=sums: mx.take_along_axis(s, at, axis=-1), sums.shape[1])
+
+    def weights(at: mx.array) -> mx.array:
+        return _weights(mx.take_along_axis(logits, at, axis=-1), top, temperature)[0]
+
+    return _inside(found, rest, weights, logits.shape[1])[0][:, 0].astype(mx.int32)
+
+
+def _inside(
+    group: mx.array, rest: mx.array, values: Callable[[mx.array], mx.array], columns: int
+) -> tuple[mx.array, mx.array]:
+    """Which of `columns` members, GROUP to a `group` [C, 1], the number `rest` falls on, and what is left of it."""
+    at = group * GROUP + mx.arange(GROUP)
+    ragged = columns % GROUP
+    inside = values(mx.minimum(at, columns - 1) if ragged else at)
+    found, rest = _where(mx.where(at < columns, inside, 0.0) if ragged else inside, rest)
+    return group * GROUP + found, rest
 
 
 def _weights(part: mx.array, top: mx.array, temperature: mx.array | float) -> tuple[mx.array, mx.array]:
@@ -93,9 +110,12 @@ def canvas_rows(
             # A piece is finished before the next one begins: the scheduler would hold the temporaries of many.
             mx.eval(mean, sums[-1], proposal, [a for a in (best, expected) if a is not None])
     sums = sums[0] if len(sums) == 1 else mx.concatenate(sums, axis=-1)
-    total = (sums if sums.shape[1] <= GROUP else _groups(sums)).sum(axis=-1)
+    levels = [sums]
+    while levels[-1].shape[1] > GROUP:
+        levels.append(_groups(levels[-1]))
+    total = levels[-1].sum(axis=-1)
     if uniform is not None:
-        proposal = _drawn(logits, top, temperature, sums, total, uniform)
+        proposal = _drawn(logits, top, temperature, levels, uniform)
     lost = ~(mx.abs(top) < float("inf"))
     log_total = mx.log(total)
     lse = mx.where(lost, float("nan"), top / temperature + log_total)

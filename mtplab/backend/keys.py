@@ -45,10 +45,11 @@ def integers(below: int, count: int, seed: int, *parts: int | str) -> np.ndarray
 
 
 def uniforms(count: int, seed: int, *parts: int | str) -> np.ndarray:
-    """`count` numbers in [0, 1), multiples of 2**-24 and so exact in float32, without asking the device."""
+    """`count` numbers above 0 and below 1, odd multiples of 2**-24 and so exact in float32, without the device."""
     import numpy as np
 
-    return integers(1 << 24, count, seed, *parts).astype(np.float32) / np.float32(1 << 24)
+    # The middle of each of 2**23 equal parts: 0 itself would pick the first id, however unlikely that one is.
+    return (integers(1 << 23, count, seed, *parts) * 2 + 1).astype(np.float32) / np.float32(1 << 24)
 
 
 def uniform(seed: int, *parts: int | str) -> float:

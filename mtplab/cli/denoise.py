@@ -156,6 +156,8 @@ def single(
     """Decode one prompt; the text goes to stdout canvas by canvas, the drawing and the statistics to stderr."""
     check_format(output, ("table", "json", "jsonl"))
     _check_drawing(show, color, quiet)
+    if show and output == "jsonl" and _one_terminal():
+        raise RequestError("--show and -o jsonl would write over each other here; send one of them to a file")
     if not all(stop):
         raise RequestError("--stop-text is empty and would end every text before it begins; leave it out")
     say = _silent if quiet else tell
@@ -205,6 +207,11 @@ def _silent(text: str) -> None:
     """`tell` of a quiet request: errors alone reach stderr."""
 
 
+def _one_terminal() -> bool:
+    """Whether text and drawing meet on one."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
 def _draws(choice: str) -> bool:
     if choice != "auto":
         return choice == "always"
@@ -219,7 +226,7 @@ def stream(
 
     tokenizer = session.denoiser.tokenizer
     painter = CanvasPainter(tokenizer.stream(), stop=settings.stop, safe=sys.stdout.isatty())
-    canvas = Drawing(tokenizer.decode) if drawing else None
+    canvas = Drawing(tokenizer.decode, before=lambda: painter.text if _one_terminal() else "") if drawing else None
     records: list[Any] = []
     with suppress(KeyboardInterrupt):
         for record in session.run(tokens, request=0, settings=settings):

@@ -110,6 +110,11 @@ def resolve(
     Raises RequestError for what the denoiser cannot honour.
     """
     chosen = {k: v for k, v in asked.items() if v is not None and k != "sampler"}
+    if "sampler_class" in defaults and not asked.get("sampler"):
+        raise RequestError(
+            f"the checkpoint wants the sampler {defaults['sampler_class']} ({sources.get('sampler_class')}), which "
+            f"mtplab does not know; choose one with --sampler: {', '.join(SAMPLERS)}"
+        )
     named = sampler(asked.get("sampler") or ("confidence" if masked else "entropy"))
     checkpoint = {KEYS[k]: k for k, v in defaults.items() if k in KEYS and v is not None}
     # A number after the sampler's name was asked for; the rest of what the name stands for is its default.
@@ -119,6 +124,11 @@ def resolve(
     values.setdefault("canvas", canvas)
     if values.get("schedule") == "constant" and "t_min" not in chosen:
         values["t_min"] = values.get("t_max", CanvasPolicy().t_max)
+    if "t_max" in chosen and "t_min" not in chosen:
+        low = values.get("t_min", CanvasPolicy().t_min)
+        if TEMPERATURES[0] <= chosen["t_max"] < low:
+            whose = sources.get("t_min", "the checkpoint") if "t_min" in checkpoint else "the reference"
+            raise RequestError(f"--t-max {chosen['t_max']} is below t_min {low} (of {whose}); give --t-min, too")
     policy = CanvasPolicy(**values)
     asked_for = set(chosen) | (set(named) if asked.get("sampler") else set())
     origin = {f: f"checkpoint: {sources.get(k, k)}" for f, k in checkpoint.items()} | dict.fromkeys(
@@ -146,6 +156,9 @@ def _honour(policy: CanvasPolicy, canvas: int, masked: bool, chosen: set[str], s
             f"a masked denoiser fills every position once; --sampler {sampler or policy.accept} takes tokens back; "
             "use confidence or count"
         )
+    name = (sampler or "").partition(":")[0]
+    if name in ("entropy", "argmax") and "proposal" in chosen and policy.proposal != SAMPLERS[name]["proposal"]:
+        raise RequestError(f"--proposal {policy.proposal} is not what --sampler {name} means; drop one of them")
     for key, accept in (("bound", "entropy"), ("threshold", "confidence"), ("count", "count")):
         if key in chosen and policy.accept != accept:
             raise RequestError(f"{key} is for the {accept} acceptance and this sampler's is {policy.accept}; drop it")
@@ -165,7 +178,8 @@ def _check(p: CanvasPolicy) -> None:
         ("steps", p.steps >= 1, "use 1 or more"),
         ("canvas", p.canvas >= 1, "use 1 or more"),
         ("t-max", TEMPERATURES[0] <= p.t_max <= TEMPERATURES[1], "use a temperature above 0 that suits float32"),
-        ("t-min", TEMPERATURES[0] <= p.t_min <= p.t_max, f"use a temperature above 0, up to {p.t_max}"),
+        # The last step is still above t_min.
+        ("t-min", p.t_min == 0 or TEMPERATURES[0] <= p.t_min <= p.t_max, f"use 0, or a temperature up to {p.t_max}"),
         ("bound", math.isfinite(p.bound) and p.bound >= 0, "use 0 or more"),
         ("threshold", 0 < p.threshold <= 1, "use a probability above 0, up to 1"),
         ("count", p.count is None or p.count >= 1, "use 1 or more"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -29,26 +30,31 @@ class CanvasPainter(Painter):
 
 
 class Drawing:
-    """The canvas under way, redrawn in place. Accepted tokens stand, the others are dim: they may still change."""
+    """The canvas under way, redrawn in place. Accepted tokens stand, the others are dim: they may still change.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], width: int | None = None):
-        self.decode, self._rows = decode, 0
+    `before`: the text on the same terminal so far; the drawing goes below its last line, wiping goes back to its end.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], width: int | None = None, before: Callable[[], str] = str
+    ):
+        self.decode, self.before, self._rows, self._back = decode, before, 0, ""
         self.width = max(LEAST_WIDTH, width or shutil.get_terminal_size().columns)
 
     def frame(self, record: DenoiseStep) -> str:
         """What to write for a step: the frame before is wiped first."""
         held = set(record.held)
-        text, column, rows, dim = self.wipe(), 0, 1, None
+        text, column, rows, dim = self.wipe() + self._below(), 0, 1, None
         head = f"step {record.index + 1}, {record.accepted} of {len(record.tokens)} accepted: "
         cells = [(c, False) for c in head] + [
             (c, i not in held) for i, token in enumerate(record.tokens) for c in self._shown(token)
         ]
         for character, faint in cells:
-            if column == self.width - 1:
+            if column + cells_of(character) >= self.width:
                 text, column, rows = text + "\r\n", 0, rows + 1
             if faint is not dim:
                 text, dim = text + (DIM if faint else RESET), faint
-            text, column = text + character, column + 1
+            text, column = text + character, column + cells_of(character)
         self._rows = rows
         return text + RESET
 
@@ -62,7 +68,22 @@ class Drawing:
         if not self._rows:
             return ""
         up, self._rows = self._rows - 1, 0
-        return "\r" + (f"\x1b[{up}A" if up else "") + CLEAR
+        return "\r" + (f"\x1b[{up}A" if up else "") + CLEAR + self._back
+
+    def _below(self) -> str:
+        """Onto a line of its own, and how to come back from its beginning."""
+        line = self.before().rpartition("\n")[2].expandtabs(8)
+        used = sum(map(cells_of, line))
+        # A line that fills its row: the next character begins the next row, where the drawing is.
+        self._back = f"\x1b[1A\x1b[{used % self.width + 1}G" if used % self.width else ""
+        return "\r\n" if used else ""
+
+
+def cells_of(character: str) -> int:
+    """Columns of a terminal that a character takes: 0, 1 or 2."""
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def effective_line(effective: Mapping[str, Any]) -> str:

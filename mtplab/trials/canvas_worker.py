@@ -86,12 +86,12 @@ def prepare(spec: dict[str, Any]) -> None:
 
 def _refuse_equals(sessions: dict[str, Any]) -> None:
     """Two arms that mean the same would be one row with twice the requests."""
-    seen: dict[tuple, str] = {}
+    seen: dict[Any, str] = {}
     for arm, session in sessions.items():
-        key = tuple(session.effective[k] for k in ("steps", "sampler", "canvas"))
-        if key in seen:
-            raise RequestError(f"the arms {seen[key]} and {arm} mean the same here ({key}); drop one of them")
-        seen[key] = arm
+        if session.policy in seen:
+            same = ", ".join(str(session.effective[k]) for k in ("steps", "sampler", "canvas"))
+            raise RequestError(f"the arms {seen[session.policy]} and {arm} mean the same here ({same}); drop one")
+        seen[session.policy] = arm
 
 
 def trial(spec: dict[str, Any]) -> None:

@@ -72,4 +72,7 @@ def test_integers_are_even_within_their_range_and_belong_to_their_name():
     assert np.abs(counts - 10_000).max() < 5 * (10_000 * 6 / 7) ** 0.5  # five standard deviations
     assert (keys.integers(7, 10, 3, "start", 1) == drawn[:10]).all()
     assert (keys.integers(7, 70_000, 3, "start", 2) != drawn).mean() > 0.8
+    many = keys.uniforms(70_000, 3, "propose")
+    assert many.dtype == np.float32 and 0 < many.min() < 1e-4 and 0.9999 < many.max() < 1
+    assert abs(many.mean() - 0.5) < 0.005 and (keys.uniforms(10, 3, "propose") == many[:10]).all()
     assert keys.integers(262_144, 20_000, 0, "x").max() > 262_000

@@ -111,6 +111,20 @@ def test_a_number_falls_where_the_running_totals_say(dtype, v):
         assert (found == wanted).mean() > 0.97 and p[found].min() > 0
 
 
+@pytest.mark.parametrize("rest", [-0.35, -2.1, None])
+def test_a_large_vocabulary_is_met_to_its_end(rest):
+    """Running totals of thousands of sums, one after the other, would be off by several ids and miss the last ones."""
+    v, drawn = 262_144, np.array([2.0**-24, 0.3, 0.7, 0.99, 0.99999, 1 - 2.0**-24], np.float32)
+    row = np.random.default_rng(4).normal(0, 1, v).astype(np.float32) if rest is None else np.full(v, rest, np.float32)
+    row[0] = 0.0
+    found = canvas_rows(mx.array(np.repeat(row[None], len(drawn), axis=0)), 1.0, mx.array(drawn)).proposal.tolist()
+    p = np.exp(row.astype(np.float64))
+    border = np.cumsum(p / p.sum())
+    for u, got in zip(drawn.astype(np.float64), found, strict=True):
+        assert border[got] > u - 3e-7 and (got == 0 or border[got - 1] <= u + 3e-7)
+    assert v - found[-1] <= 2 and found[0] == 0
+
+
 @pytest.mark.parametrize("v", [300, W + 300])
 def test_proposals_follow_the_distribution_and_forbidden_ids_are_never_met(v):
     logits = np.full((1, v), -INF, np.float32)

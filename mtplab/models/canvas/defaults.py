@@ -22,7 +22,8 @@ KEYS: dict[str, tuple[tuple[str, ...], type, float]] = {
 }
 
 
-POSITIVE = ("t_min", "t_max", "confidence_threshold")  # above their least value, too
+KNOWN = "EntropyBoundSamplerConfig"  # the one sampler that is published; values of another mean something else
+POSITIVE = ("t_max", "confidence_threshold")  # above their least value, too
 
 
 def read_defaults(folder: Path, config: dict[str, Any], canvas: int) -> tuple[dict[str, Any], dict[str, str]]:
@@ -44,6 +45,10 @@ def read_defaults(folder: Path, config: dict[str, Any], canvas: int) -> tuple[di
             noun, bound = "whole number" if kind is int else "number", "above" if name in POSITIVE else "of at least"
             raise ModelError(f"{FILE} has {'.'.join(route)} = {value!r}; it must be a {noun} {bound} {least:g}")
         values[name], sources[name] = kind(value), f"{FILE}: {'.'.join(route)}"
+    config = generation.get("sampler_config")
+    name = config.get("_cls_name") if isinstance(config, dict) else None
+    if name not in (None, KNOWN):
+        values["sampler_class"], sources["sampler_class"] = str(name), f"{FILE}: sampler_config._cls_name"
     if values.get("t_min", 0.0) > values.get("t_max", math.inf):
         raise ModelError(f"{FILE} has t_min {values['t_min']} above t_max {values['t_max']}")
     return values, sources
