@@ -29,7 +29,7 @@ from mtplab.diagnose.intervene import Case, Explained, role
 from mtplab.diagnose.lane import Lane, Seen
 from mtplab.diagnose.reference import Reference
 from mtplab.diagnose.shadow import Shadow
-from mtplab.diagnose.verdict import SUSPECT, Evidence, Moved, Verdict, judge, module_at_fault
+from mtplab.diagnose.verdict import SUSPECT, Evidence, Moved, Verdict, covered, judge, module_at_fault
 from mtplab.errors import RequestError
 from mtplab.models.cache import Cache
 from mtplab.models.heads import Head
@@ -37,7 +37,8 @@ from mtplab.models.target import Target
 from mtplab.records.types import Verify
 
 AGAIN = "baseline"  # the baseline a second time: is it reproducible?
-CLOSER = 2  # prompts of an arm that get a second look
+CLOSER = 2  # prompts of an arm that leave, and as many whose state is far off, get a second look at once
+MOST = 8  # and so many at most, where what was measured on those does not cover the others
 EXPLAINED = 8  # divergences that the modules are sought for
 Locate = Callable[..., Any]  # see `diagnose.locate.locate`
 
@@ -194,49 +195,51 @@ class Diagnoser:
     # -- the second run --------------------------------------------------------------------------------------------
 
     def _closer(self, candidate: Candidate, out: Diagnosis) -> dict[str, Evidence]:
-        """Evidence for the prompts where a second look can tell something, at most CLOSER of an arm."""
-        looks = {}
-        for number, prompt in enumerate(out.prompts):
-            until = place(prompt.lanes[candidate.name])
-            if until is not None:
-                looks[number] = until
-
-        # Places where the arm leaves first, then the largest difference of a state.
-        def rank(number: int) -> tuple:
-            seen = out.prompts[number].lanes[candidate.name]
-            return (not seen.leaves, -(seen.worst.relative if seen.worst else 0.0))
-
-        chosen = sorted(looks, key=rank)
-        grave = [n for n in chosen if suspicious(out.prompts[n].lanes[candidate.name])]
+        """Evidence for the prompts where a second look can tell something, at most MOST of an arm. None where the
+        baseline does not repeat itself: there a difference means nothing."""
+        if not out.reproducible:
+            return {}
+        lanes = {n: p.lanes[candidate.name] for n, p in enumerate(out.prompts)}
+        ranked = sorted((n for n in lanes if place(lanes[n]) is not None), key=lambda n: -lanes[n].off)
+        far = [n for n in ranked if lanes[n].off > SUSPECT][:CLOSER]
         # Where bits differ but nothing left and nothing is far off, one look per arm is enough.
-        chosen = grave[:CLOSER] or chosen[:1]
-        found = {}
-        for number in chosen:
-            prompt = out.prompts[number]
-            self.say(f"{candidate.name}: a closer look at {prompt.text.id}, token {looks[number]}")
-            found[prompt.text.id] = self._look(candidate, prompt, number, looks[number])
-        return found
+        chosen = [*dict.fromkeys([n for n in ranked if lanes[n].leaves][:CLOSER] + far)] or ranked[:1]
+        found: dict[int, Evidence] = {}
+        while chosen and len(found) < MOST:
+            number = chosen.pop(0)
+            prompt, until = out.prompts[number], place(lanes[number])
+            self.say(f"{candidate.name}: a closer look at {prompt.text.id}, token {until}")
+            found[number] = self._look(candidate, prompt, number, until)
+            sound = [e for e in found.values() if not e.seen.faults]
+            rest = [n for n in ranked if n not in found and not covered(lanes[n], sound)]
+            chosen = chosen or rest[:1]
+        return {out.prompts[n].text.id: e for n, e in found.items()}
 
     def _look(self, candidate: Candidate, prompt: OnPrompt, request: int, until: int) -> Evidence:
         reference = self._reference(prompt.text, request)
         shadow = Shadow(self.target, prompt.text.tokens, self.settings)
         lane = self._lane(self.logged(candidate, prompt.text, request), reference, request, shadow=shadow)
-        found = Evidence(prompt.text.id, None, lane.seen)
-        left = bool(prompt.lanes[candidate.name].leaves)
-        while not lane.done and not (lane.seen.leaves if left else lane.next > until):
+        found = Evidence(prompt.text.id, None, lane.seen, until=until)
+        while not lane.done and lane.next <= until:
             self._step(lane)
+            if lane.left_at is not None and not found.replay_noise:
+                found.replay_noise = self._replays(reference, lane.left_at)  # while that state is still there
             if not found.located and (lane.seen.rows_differ or lane.seen.state_rounded):
                 # Until this pass both had the same bits, so this very block makes the difference.
                 self._take_apart(found, reference, lane.wide)
                 if not found.modules:  # or the order in which the blocks before it left the rows of a window
                     self._take_apart(found, reference, lane.block, chain=shadow.before())
         found.leave = lane.seen.leaves[0] if lane.seen.leaves else None
-        if (block := lane.left_at or lane.wide) is not None and block.valid:
-            measured = {w: self._replay(reference, block, w) for w in range(1, len(block.tokens) + 1)}
-            found.replay_noise = {w: noise for w, noise in measured.items() if noise is not None}
+        if not found.replay_noise and lane.wide is not None and lane.wide.valid:
+            found.replay_noise = self._replays(reference, lane.wide)
         if module_at_fault(found.modules) is None:
             self._take_apart(found, reference, lane.wide)
         return found
+
+    def _replays(self, reference: Reference, block: Any) -> dict[int, float]:
+        """Width -> noise of that many rows of the block from the one-token state."""
+        measured = {w: self._replay(reference, block, w) for w in range(1, len(block.tokens) + 1)}
+        return {w: noise for w, noise in measured.items() if noise is not None}
 
     def _replay(self, reference: Reference, block: Any, width: int) -> float | None:
         """The block's first `width` rows from the one-token state: their largest distance from the baseline's rows.
@@ -286,17 +289,23 @@ class Diagnoser:
             out.explained = self.explain(self.target, chosen, None, step=step)
 
     def _borrow(self, arm: str, out: Diagnosis) -> None:
-        """Prompts without a second look share the verdict of those with one, if nothing but their gap could differ."""
+        """Prompts without a second look share what was measured on those with one, if it covers all their gaps and
+        states."""
+        verdicts = out.verdicts[arm]
         looked = {e.prompt for e in out.evidence[arm]}
-        known = [out.verdicts[arm][p] for p in looked]
-        if not known or any(v.verdict != "numeric" for v in known):
+        evidence = [e for e in out.evidence[arm] if verdicts[e.prompt].verdict in ("numeric", "equal")]
+        if not evidence:
             return
-        noise = max(e.noise or 0.0 for e in out.evidence[arm])
         for prompt in out.prompts:
-            seen, verdict = prompt.lanes[arm], out.verdicts[arm][prompt.text.id]
-            if verdict.verdict == "unknown" and seen.leaves and seen.leaves[0].gap <= 2 * noise:
+            seen, verdict = prompt.lanes[arm], verdicts[prompt.text.id]
+            if verdict.verdict != "unknown" or prompt.text.id in looked or not covered(seen, evidence):
+                continue
+            if seen.leaves:
+                noise = max(e.largest_noise for e in evidence)
                 reason = f"gap {seen.leaves[0].gap:.3g} <= 2 x noise {noise:.3g}, as measured on another prompt"
-                out.verdicts[arm][prompt.text.id] = Verdict("numeric", reason, position=seen.leaves[0].position)
+                verdicts[prompt.text.id] = Verdict("numeric", reason, position=seen.leaves[0].position)
+            else:
+                verdicts[prompt.text.id] = Verdict("equal", f"equal through {seen.compared} tokens")
 
 
 def cases(out: Diagnosis, arm: str) -> list[Case]:
@@ -315,17 +324,14 @@ def cases(out: Diagnosis, arm: str) -> list[Case]:
     return found
 
 
-def suspicious(seen: Seen) -> bool:
-    """Whether the arm left, or its state is further off than rounding is expected to be."""
-    return bool(seen.leaves) or (seen.worst is not None and seen.worst.relative > SUSPECT)
-
-
 def place(seen: Seen) -> int | None:
-    """Up to which output position a second look goes; None where there is nothing to look at."""
+    """Up to which output position a second look goes; None where there is nothing to look at. A near-tie explains
+    neither a later and larger gap nor a state that is far off: the look goes on to those."""
+    places = [seen.worst_at[0]] if seen.off > SUSPECT else []
     if seen.leaves:
-        return seen.leaves[0].position
-    if seen.worst is not None and seen.worst.relative > SUSPECT:
-        return seen.worst_at[0]
+        places += [seen.leaves[0].position, max(seen.leaves, key=lambda x: x.gap).position]
+    if places:
+        return max(places)
     if seen.first_rounded is not None:
         return seen.first_rounded[0] + 8
     return None

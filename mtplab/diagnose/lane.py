@@ -26,6 +26,7 @@ from mtplab.records.types import Prefill, Verify
 
 WRONG_ROW = 2.0**-5  # of itself: a head's cache row that is off by more is another row
 MEASURED = 4  # passes
+NEWEST = 16  # rows of a cache: more than a block
 BESIDE = 4.0  # an arm may be so many times as far from its shadow as the shadow is from the baseline
 
 
@@ -76,6 +77,7 @@ class Seen:
     accepted: Counter = field(default_factory=Counter)  # (proposed, accepted) -> passes
     second_rejects: int = 0  # passes that rejected right after a pass that rejected
     wrapped: bool = False  # a sliding window was full
+    layers: dict[int, tuple[int, float]] = field(default_factory=dict)  # layer -> states that differ, largest relative
     passes: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # (drafts, tokens kept) of every pass
     head_audited: int = 0
     # with a shadow only
@@ -85,6 +87,11 @@ class Seen:
     shadow_states: int = 0  # states compared with the shadow's
     shadow_states_equal: int = 0
     state_noise: float = 0.0  # largest relative distance of the shadow's state from the baseline's
+
+    @property
+    def off(self) -> float:
+        """How far a state was off at most, of itself."""
+        return self.worst.relative if self.worst is not None else 0.0
 
 
 @dataclass(slots=True)
@@ -317,8 +324,10 @@ class Lane:
         want = self.reference.state_at(length)
         if want is None:
             return
-        # How far rounding goes is measured every few passes: it takes longer than finding that bits differ.
-        found = state.compare(got, want, length, measure=self.seen.state_rounded % MEASURED == 0)
+        # How far rounding goes is measured for the newest rows, and every few passes for all: that takes longer than
+        # finding that bits differ. What is wrong in an older row stays wrong until then.
+        whole = bool(cut) or self.seen.state_rounded % MEASURED == 0
+        found = state.compare(got, want, length, newest=None if whole else NEWEST)
         self._note(found, at)
         self._audit_head(cut)
         if self.shadow is not None:
@@ -349,6 +358,10 @@ class Lane:
             self._fault("state", at[0], text, layer=bad.layer)
         if self.seen.first_rounded is None:
             self.seen.first_rounded = (*at, found[0].layer)
+        for layer in {d.layer for d in found}:
+            count, most = self.seen.layers.get(layer, (0, 0.0))
+            here = max(d.relative for d in found if d.layer == layer)
+            self.seen.layers[layer] = count + 1, max(most, here)
         worst = max(found, key=lambda d: d.relative)
         if self.seen.worst is None or worst.relative > self.seen.worst.relative:
             self.seen.worst, self.seen.worst_at = worst, at

@@ -113,12 +113,12 @@ def held(leaf: Any, length: int) -> int:
 
 
 def compare(
-    got: Sequence[tuple[int, Any]], want: Sequence[tuple[int, Any]], length: int, *, measure: bool = True
+    got: Sequence[tuple[int, Any]], want: Sequence[tuple[int, Any]], length: int, *, newest: int | None = None
 ) -> list[LeafDiff]:
     """Every difference between two states that should hold the same `length` rows; [] if all bits are equal.
 
-    `want` may hold more rows in its plain KV (it is ahead); what it held after `length` rows is still in it. Without
-    `measure` arrays that differ are listed with one element and no size.
+    `want` may hold more rows in its plain KV (it is ahead); what it held after `length` rows is still in it. `newest`:
+    how far arrays differ is measured in so many of their last rows only (recurrent state as a whole).
     """
     pairs, found = [], []
     for (layer, a), (_, b) in zip(got, want, strict=True):
@@ -133,12 +133,16 @@ def compare(
     same = [mx.array_equal(x, y) for _, _, x, y in pairs]
     mx.eval(same)
     differ = [p for p, s in zip(pairs, same, strict=True) if not s.item()]
-    found += _measured(differ) if measure else [LeafDiff(layer, part, 0, 1, 0.0, 0.0) for layer, part, *_ in differ]
+    found += _measured(differ, newest)
     return sorted(found, key=lambda d: d.layer)
 
 
-def _measured(pairs: Sequence[tuple[int, str, mx.array, mx.array]]) -> list[LeafDiff]:
-    numbers = [_numbers(x, y, rows=part in ("keys", "values", "index keys")) for _, part, x, y in pairs]
+def _measured(pairs: Sequence[tuple[int, str, mx.array, mx.array]], newest: int | None) -> list[LeafDiff]:
+    numbers = []
+    for _, part, x, y in pairs:
+        rows = part in ("keys", "values", "index keys")
+        last = (..., slice(-newest, None), slice(None)) if rows and newest is not None else ...
+        numbers.append(_numbers(x[last], y[last], rows=rows))
     mx.eval(numbers)
     out = []
     for (layer, part, _, _), (count, largest, relative) in zip(pairs, numbers, strict=True):

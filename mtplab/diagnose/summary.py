@@ -18,7 +18,8 @@ from mtplab.records.statistics import kaplan_meier
 
 SCHEMA = 1
 MANTISSA = {"float32": 23, "bfloat16": 7, "float16": 10}
-DECADES = range(-8, 4)  # of the margins' histogram, four bins each
+EDGES = [10.0 ** (d + q / 4) for d in range(-8, 4) for q in range(4)]  # of a histogram in logits
+ULP_EDGES = [2.0**k for k in range(25)]  # and in units in the last place
 
 
 def ulps(value: float, at: float, dtype: str) -> float | None:
@@ -33,9 +34,9 @@ def percentile(value: float, ordered: Sequence[float]) -> float | None:
     return bisect.bisect_right(ordered, value) / len(ordered) if ordered else None
 
 
-def histogram(values: Sequence[float]) -> dict[str, list[float]]:
+def histogram(values: Sequence[float], edges: Sequence[float] = EDGES) -> dict[str, list[float]]:
     """Counts over bins that are even in the logarithm; what is below the first edge (exact ties too) falls into it."""
-    edges = [10.0 ** (d + q / 4) for d in DECADES for q in range(4)]
+    edges = list(edges)
     counts = [0] * (len(edges) + 1)
     for v in values:
         counts[bisect.bisect_right(edges, v)] += 1
@@ -70,11 +71,41 @@ def document(found: Diagnosis) -> dict[str, Any]:
         "arms": arms,
         "divergences": leaves,
         "margins": histogram(margins),
+        "gaps": gaps_row(leaves),
         "rows_that_differ": spread([d for n in found.arms for s in lanes(found, n) for d in s.row_diffs]),
         "growth": main.by_layer if main else [],
         "kinds": main.by_kind if main else {},
         "prompts": [{"id": p.text.id, "tokens": len(p.tokens), "finish": p.cut} for p in found.prompts],
     }  # fmt: skip
+
+
+def gaps_row(leaves: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The gaps of all divergences of all arms, in logits and in ulps of the dtype at the row's largest logit."""
+    gaps, units = sorted(x["gap"] for x in leaves), sorted(x["gap_ulps"] for x in leaves if x["gap_ulps"] is not None)
+    middle = lambda x: x[len(x) // 2] if x else None  # noqa: E731
+    return {
+        "count": len(gaps),
+        "median": middle(gaps),
+        "largest": max(gaps, default=None),
+        "median_ulps": middle(units),
+        "largest_ulps": max(units, default=None),
+        "logits": histogram(gaps),
+        "ulps": histogram(units, ULP_EDGES),
+    }
+
+
+def layer_rows(seen: Sequence[Seen], found: Diagnosis) -> list[dict[str, Any]]:
+    """Per layer: states after passes that were equal in every bit, and not; how far off at most. An ulp of a row is
+    taken at the size of the row."""
+    audited, out = sum(s.state_equal + s.state_rounded for s in seen), []
+    for i, path in enumerate(found.paths):
+        differ = sum(s.layers.get(i, (0, 0.0))[0] for s in seen)
+        most = max((s.layers.get(i, (0, 0.0))[1] for s in seen), default=0.0)
+        units = most * 2.0 ** MANTISSA[found.dtype] if found.dtype in MANTISSA else None
+        out.append({
+            "layer": path, "equal": audited - differ, "differ": differ, "largest_relative": most, "largest_ulps": units
+        })  # fmt: skip
+    return out
 
 
 def explained_row(found: Diagnosis) -> dict[str, Any] | None:
@@ -189,12 +220,13 @@ def controls(found: Diagnosis) -> dict[str, Any]:
 def moves(found: Diagnosis) -> bool | None:
     """Whether the first divergence of a prompt differs between depths; one that does not move hints at numerics. None
     with fewer than two fixed depths that leave."""
+    told = None
     for p in found.prompts:
-        places = {first_index(s) for n, s in p.lanes.items() if n.startswith(("depth", "scripted"))} - {None}
-        leaving = [n for n, s in p.lanes.items() if n.startswith(("depth", "scripted")) and first_index(s) is not None]
-        if len(leaving) > 1:
-            return len(places) > 1
-    return None
+        places = [first_index(s) for n, s in p.lanes.items() if n.startswith(("depth", "scripted"))]
+        places = [i for i in places if i is not None]
+        if len(places) > 1:
+            told = bool(told) or len(set(places)) > 1
+    return told
 
 
 def state_row(seen: Sequence[Seen], found: Diagnosis, arms: Sequence[str]) -> dict[str, Any]:
@@ -214,10 +246,11 @@ def state_row(seen: Sequence[Seen], found: Diagnosis, arms: Sequence[str]) -> di
         "differ": sum(s.state_rounded for s in seen),
         "largest_relative": worst.relative if worst else 0.0,
         "largest_in": None if worst is None else f"{found.paths[worst.layer]} {worst.part}",
+        "layers": layer_rows(seen, found),
         "beside_the_same_blocks": sum(s.shadow_states for s in shadows),
         "equal_to_the_same_blocks": sum(s.shadow_states_equal for s in shadows),
         "head_audited": sum(s.head_audited for s in seen),
-        "clean": not bad,
+        "clean": not bad and not any(v.kind == "state" for a in arms for v in found.verdicts[a].values()),
         "first_bad": first,
     }  # fmt: skip
 
@@ -236,6 +269,7 @@ def looked(found: Diagnosis) -> dict[str, Any]:
         "window_wrapped": any(s.wrapped for s in seen),
         "has_window": found.has_window,
         "closer_looks": sum(len(e) for e in found.evidence.values()),
+        "closer_through": max((e.until for es in found.evidence.values() for e in es), default=None),
         "again": AGAIN in (found.prompts[0].lanes if found.prompts else {}),
     }  # fmt: skip
 

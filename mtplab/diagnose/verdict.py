@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtplab.diagnose.lane import Fault, Leave, Seen
+from mtplab.diagnose.lane import BESIDE, Fault, Leave, Seen
 
 VERDICTS = ("logic", "unknown", "numeric", "length", "equal")  # the gravest first
 SUSPECT = 2.0**-5  # of a state's row, or of a module's output: what rounding alone is not expected to move
@@ -19,6 +19,7 @@ JUMP = 8.0  # a module at fault is so many times further off than everything bef
 # The core of an attention or a recurrent mixer in float32 sums a few hundred rows: what is exact before it cannot come
 # out further off than this, not even with 10-bit products.
 CORE_SUSPECT, CORE_JUMP = 2.0**-8, 256.0
+AGAIN = 2.0  # the second run of the same passes: further off the first time means that the arm does not repeat itself
 WINDOW = 2.0  # gap <= WINDOW x noise
 
 
@@ -52,6 +53,7 @@ class Evidence:
     by_layer: list[dict[str, Any]] = field(default_factory=list)  # growth of the difference
     by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
     first_module: str | None = None
+    until: int = 0  # the output position that the look was to reach
 
     @property
     def noise(self) -> float | None:
@@ -63,6 +65,11 @@ class Evidence:
         elif self.seen.shadow_rows:
             values.append(self.seen.noise)
         return max(values, default=None)
+
+    @property
+    def largest_noise(self) -> float:
+        """The noise at its largest, anywhere in this run."""
+        return max(self.noise or 0.0, self.seen.noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +115,14 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
         reason = f"{why} one by one, from one identical state: no rounding is that large"
         position = evidence.leave.position if evidence.leave else None
         return Verdict("logic", reason, module=bad.culprit, position=position, kind="block")
+    if evidence is not None and seen.off > max(SUSPECT, AGAIN * evidence.seen.off):
+        reason = f"the state was off by {seen.off:.2g} of itself, and in a closer look by {evidence.seen.off:.2g} only"
+        return Verdict("unknown", reason, verify=seen.worst_at[1], position=seen.worst_at[0], kind="state")
     if seen.leaves:
         return _leaves(seen, evidence)
+    if evidence is None and seen.off > SUSPECT:
+        reason = f"no token differs, but the state was off by {seen.off:.2g} of itself, and no closer look was taken"
+        return Verdict("unknown", reason, verify=seen.worst_at[1], position=seen.worst_at[0], kind="state")
     if seen.end in ("short", "long"):
         return Verdict("length", f"equal through {seen.compared} tokens, then the arm's text is too {seen.end}")
     return Verdict("equal", f"equal through {seen.compared} tokens")
@@ -136,9 +149,29 @@ def _leaves(seen: Seen, evidence: Evidence | None) -> Verdict:
     leave = seen.leaves[0]
     if evidence is None or evidence.leave is None or evidence.noise is None:
         return Verdict("unknown", "the noise was not measured for this divergence", position=leave.position)
-    noise, gap = evidence.noise, evidence.leave.gap
-    if gap <= WINDOW * noise:
-        reason = f"gap {gap:.3g} <= 2 x noise {noise:.3g} on the same rows, and the state is that of the same blocks"
+    over = _beyond_noise(seen, evidence)
+    if over is None:
+        shadow = evidence.seen
+        same = shadow.shadow_row_diff == 0 and shadow.shadow_states == shadow.shadow_states_equal
+        reason = f"gap {evidence.leave.gap:.3g} <= 2 x noise {evidence.noise:.3g} on the same rows, and the state is "
+        reason += "that of the same blocks" if same else "within rounding of that of the same blocks"
         return Verdict("numeric", reason, position=leave.position, module=evidence.first_module)
-    reason = f"the gap {gap:.3g} is more than twice the noise {noise:.3g}, but nothing wrong was found in the state"
-    return Verdict("unknown", reason, position=leave.position)
+    (gap, position), noise = (over[0].gap, over[0].position), over[1]
+    reason = f"the gap {gap:.3g} at token {position} is more than twice the noise {noise:.3g}, but nothing wrong was "
+    return Verdict("unknown", reason + "found in the state", position=leave.position)
+
+
+def _beyond_noise(seen: Seen, evidence: Evidence) -> tuple[Leave, float] | None:
+    """The first divergence whose gap is more than twice the noise, and that noise: its own block's or what was measured
+    from the one-token state; beyond the closer look, the largest in it."""
+    known = {x.position: max(evidence.noise, x.noise or 0.0) for x in evidence.seen.leaves}
+    bounds = [(x, known.get(x.position, evidence.largest_noise)) for x in seen.leaves]
+    return next(((x, noise) for x, noise in bounds if x.gap > WINDOW * noise), None)
+
+
+def covered(seen: Seen, evidence: Sequence[Evidence]) -> bool:
+    """Whether what was measured on other prompts explains all gaps and the state of this one."""
+    noise = max((e.largest_noise for e in evidence), default=0.0)
+    state = max((e.seen.state_noise for e in evidence), default=0.0)
+    gap = max((x.gap for x in seen.leaves), default=0.0)
+    return gap <= WINDOW * noise and seen.off <= max(SUSPECT, BESIDE * state)

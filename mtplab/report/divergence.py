@@ -33,7 +33,10 @@ def _first(row: Mapping[str, Any]) -> str:
 def _audit(row: Mapping[str, Any]) -> str:
     state = row["state"]
     if not state["clean"]:
-        return f"WRONG at verify {state['first_bad']['verify']}"
+        bad = state["first_bad"]
+        return (
+            f"WRONG at verify {bad['verify']}" if bad else f"off by {small(state['largest_relative'], 2)}, why unknown"
+        )
     if not state["differ"]:
         return f"{state['equal']} equal"
     return f"{state['equal']} equal, {state['differ']} within {small(state['largest_relative'], 2)}"
@@ -100,6 +103,24 @@ def evidence(found: Found) -> list[str]:
         out.append(f"noise of the logits by rows at once, from the one-token state: {widths}")
     if (first := next(iter(_worth_showing(found)), None)) is not None:
         out.append(describe(first))
+    if (gaps := found["gaps"])["count"] > 1:
+        text = (
+            f"gaps of all {gaps['count']} divergences: median {small(gaps['median'])}, largest {small(gaps['largest'])}"
+        )
+        ulp = (
+            ""
+            if gaps["largest_ulps"] is None
+            else f" ({small(gaps['median_ulps'])} and {small(gaps['largest_ulps'])} ulp)"
+        )
+        out.append(text + ulp)
+    layers = [x for x in found["state"]["layers"] if x["differ"]]
+    if layers:
+        most = max(layers, key=lambda x: x["largest_relative"])
+        out.append(
+            f"states after passes: {len(found['state']['layers']) - len(layers)} layers equal in every bit throughout, "
+            f"{len(layers)} not; furthest off {most['layer']}: {small(most['largest_relative'], 2)} of itself"
+            + ("" if most["largest_ulps"] is None else f", {small(most['largest_ulps'], 2)} ulp")
+        )
     if controls["index_moves_with_depth"] is False:
         out.append("the first divergence is at the same token at every depth that leaves: a hint at numerics, no more")
     if found["kinds"]:

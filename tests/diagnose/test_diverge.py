@@ -6,6 +6,7 @@ import helpers
 import mlx.core as mx
 import pytest
 import tiny
+import zoo
 
 from mtplab.backend import numerics
 from mtplab.decode.settings import Settings
@@ -122,6 +123,53 @@ def test_noise_is_measured_and_one_row_has_none(noisy):
     assert evidence.first_module == "model.layers.1.mlp.gate_proj"
     assert evidence.seen.shadow_row_diff == 0, "the arm does what the same blocks do without its loop"
     assert evidence.seen.shadow_states == evidence.seen.shadow_states_equal > 0
+
+
+def test_gaps_and_layers_are_summed_up_over_all_of_them(noisy):
+    """Noise in layer 1's MLP: layers 0 and 1 keep their bits, layer 2 gets what layer 1 made of it."""
+    made = document(noisy[0])
+    gaps = [x["gap"] for a in made["arms"] for x in a["divergences"]]
+    assert made["gaps"]["count"] == len(gaps) == sum(made["gaps"]["logits"]["counts"]) > 3
+    assert made["gaps"]["largest"] == max(gaps) and sum(made["gaps"]["ulps"]["counts"]) == len(gaps)
+    units = [x["gap_ulps"] for a in made["arms"] for x in a["divergences"]]
+    assert made["gaps"]["largest_ulps"] == max(units)
+    layers = made["state"]["layers"]
+    assert [x["differ"] > 0 for x in layers] == [False, False, True]
+    assert all(x["equal"] + x["differ"] == made["state"]["audited"] for x in layers)
+    assert layers[2]["largest_relative"] == made["state"]["largest_relative"] > 0
+    text = " ".join(render(made, "table").split())
+    assert f"gaps of all {len(gaps)} divergences" in text and "2 layers equal in every bit throughout, 1 not" in text
+
+
+def test_a_fault_on_one_prompt_is_not_covered_by_the_near_ties_of_the_others(load):
+    """Three prompts leave by rounding and the fourth is long, and its old rows are overwritten."""
+    loaded = load("llama")
+    kept = mx.array(loaded.target.outer.lm_head.weight)
+    pairs(loaded)
+
+    texts = [Text(f"p{s}", tuple(tiny.prompt(s, 60 if s == 6 else 20))) for s in (3, 4, 5, 6)]
+    with numerics.simulate(loaded.target, "noise:1e-4@layers.1.mlp.*"):
+        found = Diagnoser(
+            loaded.target, settings=Settings(max_tokens=24), locate=locate, tamper=zoo.late_overwrite(1, 60)
+        ).run(texts, [SCRIPTED])
+    loaded.target.outer.lm_head.weight = kept
+    verdicts = {p: v.verdict for p, v in found.verdicts["scripted3"].items()}
+    assert verdicts == {"p3": "numeric", "p4": "numeric", "p5": "numeric", "p6": "logic"}
+    assert found.verdicts["scripted3"]["p6"].layer == 1 and not document(found)["state"]["clean"]
+
+
+def test_a_state_that_is_off_once_only_is_no_equality(load):
+    """No token differs, and the second run does not show it again: that is said, and nothing is called equal."""
+    calls = []
+
+    def tamper(parts):
+        calls.append(1)
+        return zoo.late_overwrite(1, 0)(parts) if len(calls) == 1 else parts
+
+    found = diagnose(load("llama"), [SCRIPTED], tokens=16, tamper=tamper)
+    verdict, made = found.verdicts["scripted3"]["p3"], document(found)
+    assert verdict.verdict == "unknown" and "in a closer look by 0 only" in verdict.reason
+    assert not made["state"]["clean"] and "why unknown" in render(made, "table")
 
 
 def test_a_control_that_cannot_differ_does_not(noisy):

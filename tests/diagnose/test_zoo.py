@@ -35,6 +35,8 @@ FAST = (
     "stops one token early",
     "EOS unseen inside a block",
     "wrong position after a reject",
+    "late fault behind near-ties",
+    "gated-delta state stale under noise",
     "split-K of an unembedding",
     "split-K in layer 1",
     "bf16 sums in one MLP",
