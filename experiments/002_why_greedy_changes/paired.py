@@ -47,14 +47,14 @@ def write_copy(folder: Path, apart: float = APART) -> Path:
     return folder
 
 
-def diagnose(model: str, *, prompts: int, tokens: int) -> dict[str, Any]:
-    """What `mtplab diverge --model MODEL --arm scripted3,depth3` finds in float32. `prompts`: per text."""
+def diagnose(
+    model: str, *, prompts: int, tokens: int, arms: tuple[str, ...] = ARMS, corpora: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """What `mtplab diverge --model MODEL --dtype float32` finds in `tokens` of each prompt. `prompts`: per text."""
     from mtplab.trials.diverging import Wanted, diverge
 
-    wanted = Wanted(
-        model, ARMS, prompts=prompts, prompt_tokens=64, max_tokens=tokens, load={"dtype": "float32"}
-    )  # fmt: skip
-    return diverge(wanted)
+    load = {"dtype": "float32"}
+    return diverge(Wanted(model, arms, corpora, prompts=prompts, prompt_tokens=64, max_tokens=tokens, load=load))
 
 
 def row(found: Mapping[str, Any]) -> str:
