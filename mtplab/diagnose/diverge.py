@@ -285,7 +285,7 @@ class Diagnoser:
         self.say(f"which modules explain {len(chosen)} divergences?")
         step = self.settings.prefill_step
         out.explained = self.explain(self.target, chosen, some or None, step=step)
-        if some and not out.explained.by:
+        if some and out.explained.most < out.explained.total:
             out.explained = self.explain(self.target, chosen, None, step=step)
 
     def _borrow(self, arm: str, out: Diagnosis) -> None:

@@ -38,4 +38,4 @@ def test_natural_divergence_under_openblas_is_numeric_and_explained(tmp_path):
     assert 0 < found["noise"] < 1e-3 and found["gap"] <= 2 * found["noise"]
     assert found["first_module"].startswith("model.layers.")
     assert found["controls"]["baseline_reproducible"] and found["controls"]["equal_to_the_same_blocks"]
-    assert found["explained_by"] and found["explained"]["explained"] > 0, "row by row, nothing vanishes"
+    assert found["explained_by"] and found["explained"]["explained"] == found["explained"]["total"], "not all vanish"
