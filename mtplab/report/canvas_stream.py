@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -34,21 +37,14 @@ class Drawing:
     """The canvas under way, redrawn in place. Accepted tokens stand, the others are dim: they may still change.
 
     `before`: the text on the same terminal so far; the drawing goes below its last line, wiping goes back to its end.
-    What `width` and `height` of the terminal (asked for where not given) do not hold of a canvas is not drawn.
+    What the screen does not hold of a canvas is not drawn.
     """
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        width: int | None = None,
-        before: Callable[[], str] = str,
-        height: int | None = None,
-    ):
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Callable[[], str] = str):
         self.decode, self.before, self._rows, self._back = decode, before, 0, ""
-        size = shutil.get_terminal_size()
-        self.width = max(LEAST_WIDTH, width or size.columns)
-        # The end of the text keeps its row: from one that has scrolled away there is no way back to it.
-        self.height = max(1, (height or size.lines) - 1)
+        size = terminal_size()
+        # The end of the text keeps its row: where it has scrolled away there is no way back to it.
+        self.width, self.height = max(LEAST_WIDTH, size.columns), max(1, size.lines - 1)
 
     def frame(self, record: DenoiseStep) -> str:
         """What to write for a step: the frame before is wiped first."""
@@ -95,6 +91,14 @@ class Drawing:
             column -= cells_of(again[0])
         self._back = f"\x1b[1A\x1b[{column + 1}G{again}"
         return "\r\n"
+
+
+def terminal_size() -> os.terminal_size:
+    """Of the terminal on stderr, where drawings go; stdout may be a file. COLUMNS and LINES win over it."""
+    columns, lines = 0, 0
+    with suppress(OSError, ValueError, AttributeError):
+        columns, lines = os.get_terminal_size(sys.stderr.fileno())
+    return shutil.get_terminal_size((columns or 80, lines or 24))
 
 
 def column_after(line: str, width: int) -> int:

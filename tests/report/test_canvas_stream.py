@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 
@@ -11,6 +12,7 @@ from mtplab.cli import denoise
 from mtplab.decode.settings import Settings
 from mtplab.records.canvas import Canvas, DenoiseStep
 from mtplab.records.types import Prefill
+from mtplab.report.canvas_stream import Drawing
 
 # By hand, not by the code under test: what terminals make of the characters used here; the others take one cell.
 WIDE, NONE = "漢字世界の🙂", "\u0301\u200d\ufe0f"
@@ -274,6 +276,25 @@ def test_a_canvas_that_is_longer_than_the_screen_is_cut_for_what_scrolls_away_ca
 def test_ctrl_c_takes_the_drawing_away(play):
     screen, text = play(MID, 40, breaks=True)
     assert text == "Once upon a" and screen.lines() == [text] and screen.cursor == (1, 0, False)
+
+
+def test_the_size_is_that_of_the_terminal_which_is_drawn_on(monkeypatch):
+    """With the text in a file; and a terminal may not know its size."""
+    size = [33, 9]
+
+    def asked(number):
+        if number != sys.stderr.fileno():
+            raise OSError("not a terminal")
+        return os.terminal_size(size)
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("LINES", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", asked)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    drawing = Drawing(str)
+    assert (drawing.width, drawing.height) == (33, 8), "one row is the text's"
+    size[:] = 0, 0
+    assert (Drawing(str).width, Drawing(str).height) == (80, 23)
 
 
 def test_a_document_comes_after_drawings_that_no_text_is_above(play):
