@@ -226,7 +226,8 @@ def stream(
 
     tokenizer = session.denoiser.tokenizer
     painter = CanvasPainter(tokenizer.stream(), stop=settings.stop, safe=sys.stdout.isatty())
-    canvas = Drawing(tokenizer.decode, before=lambda: painter.text if _one_terminal() else "") if drawing else None
+    above = output == "table" and _one_terminal()  # a document comes last
+    canvas = Drawing(tokenizer.decode, before=lambda: painter.text if above else "") if drawing else None
     records: list[Any] = []
     with suppress(KeyboardInterrupt):
         for record in session.run(tokens, request=0, settings=settings):
@@ -235,6 +236,9 @@ def stream(
                 sys.stderr.write(canvas.frame(record) if hasattr(record, "held") else canvas.wipe())
                 sys.stderr.flush()
             show_record(record, painter.feed(record), output)
+    if canvas is not None:
+        sys.stderr.write(canvas.wipe())
+        sys.stderr.flush()
     if records:
         say(_end(session, records, painter.text, settings, output))
     if not records or not getattr(records[-1], "cut", None):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +18,8 @@ from mtplab.report.stream import FINISH, Painter
 from mtplab.report.tables import number, picture
 
 DIM, RESET, CLEAR = "\x1b[2m", "\x1b[0m", "\x1b[J"
-LEAST_WIDTH = 20
+TAB = 8  # columns between tab stops
+LEAST_WIDTH = 3  # a wide character and the free last column
 
 
 class CanvasPainter(Painter):
@@ -33,13 +37,14 @@ class Drawing:
     """The canvas under way, redrawn in place. Accepted tokens stand, the others are dim: they may still change.
 
     `before`: the text on the same terminal so far; the drawing goes below its last line, wiping goes back to its end.
+    What the screen does not hold of a canvas is not drawn.
     """
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], width: int | None = None, before: Callable[[], str] = str
-    ):
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Callable[[], str] = str):
         self.decode, self.before, self._rows, self._back = decode, before, 0, ""
-        self.width = max(LEAST_WIDTH, width or shutil.get_terminal_size().columns)
+        size = terminal_size()
+        # The end of the text keeps its row: where it has scrolled away there is no way back to it.
+        self.width, self.height = max(LEAST_WIDTH, size.columns), max(1, size.lines - 1)
 
     def frame(self, record: DenoiseStep) -> str:
         """What to write for a step: the frame before is wiped first."""
@@ -51,6 +56,8 @@ class Drawing:
         ]
         for character, faint in cells:
             if column + cells_of(character) >= self.width:
+                if rows == self.height:
+                    break
                 text, column, rows = text + "\r\n", 0, rows + 1
             if faint is not dim:
                 text, dim = text + (DIM if faint else RESET), faint
@@ -71,17 +78,43 @@ class Drawing:
         return "\r" + (f"\x1b[{up}A" if up else "") + CLEAR + self._back
 
     def _below(self) -> str:
-        """Onto a line of its own, and how to come back from its beginning."""
-        line = self.before().rpartition("\n")[2].expandtabs(8)
-        used = sum(map(cells_of, line))
-        # A line that fills its row: the next character begins the next row, where the drawing is.
-        self._back = f"\x1b[1A\x1b[{used % self.width + 1}G" if used % self.width else ""
-        return "\r\n" if used else ""
+        """Onto a row of its own, and how to come back from its beginning."""
+        line = "".join(map(picture, self.before().rpartition("\n")[2]))
+        column = column_after(line, self.width)
+        if not column:
+            self._back = ""
+            return ""
+        again = ""
+        if column == self.width:
+            # No code leaves the cursor where only the next character wraps; writing the row's last one again does.
+            again = line[max(i for i, c in enumerate(line) if c != "\t" and cells_of(c)) :]
+            column -= cells_of(again[0])
+        self._back = f"\x1b[1A\x1b[{column + 1}G{again}"
+        return "\r\n"
+
+
+def terminal_size() -> os.terminal_size:
+    """Of the terminal on stderr, where drawings go; stdout may be a file. COLUMNS and LINES win over it."""
+    columns, lines = 0, 0
+    with suppress(OSError, ValueError, AttributeError):
+        columns, lines = os.get_terminal_size(sys.stderr.fileno())
+    return shutil.get_terminal_size((columns or 80, lines or 24))
+
+
+def column_after(line: str, width: int) -> int:
+    """Where a terminal's cursor is after a line, from 0; `width`: its row is full and the next character wraps."""
+    column = 0
+    for character in line:
+        if character == "\t":  # stays in its row
+            column = max(column, min(column // TAB * TAB + TAB, width - 1))
+        elif size := cells_of(character):
+            column = size if column + size > width else column + size
+    return column
 
 
 def cells_of(character: str) -> int:
     """Columns of a terminal that a character takes: 0, 1 or 2."""
-    if unicodedata.combining(character):
+    if unicodedata.category(character) in ("Mn", "Me", "Cf") and character != "\u00ad":
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 

@@ -143,17 +143,38 @@ class Scorer:
         ours, theirs = (x.folder / "tokenizer.json" for x in (denoiser, self.loaded))
         self.same = ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes()
 
+    def check_room(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Refuse, before anything is decoded, a prompt after which so many tokens could not be scored.
+
+        What a continuation is in another tokenizer shows only once it is there; `score` refuses it then.
+        """
+        if self.loaded is not None:
+            self._fit(len(self._theirs(prompt, ())[0]), max_tokens if self.same else 1)
+
     def score(self, prompt: Sequence[int], request: CanvasRequest) -> CanvasRequest:
-        """The request with `nll`, `scored` and `scorer` filled in."""
-        before, after = list(prompt), list(request.tokens)
-        if self.loaded is not None and not self.same:
-            ours, theirs = self.denoiser.tokenizer, self.loaded.tokenizer
-            lead = len(theirs.encode(""))  # special tokens that every text begins with: not in its middle
-            before, after = theirs.encode(ours.decode(before)), theirs.encode(ours.decode(after))[lead:]
+        """The request with `nll`, `scored` and `scorer` filled in; RequestError for what the scorer cannot hold."""
+        before, after = self._theirs(prompt, request.tokens)
         if not before or not after:
             return replace(request, scorer=self.name)
+        self._fit(len(before), len(after))
         nll = self._nll(before, after)
         return replace(request, nll=nll, scored=len(after), scorer=self.name)
+
+    def _theirs(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Prompt and continuation in the scorer's tokens."""
+        if self.loaded is None or self.same:
+            return list(prompt), list(tokens)
+        ours, theirs = self.denoiser.tokenizer, self.loaded.tokenizer
+        lead = len(theirs.encode(""))  # special tokens that every text begins with: not in its middle
+        return theirs.encode(ours.decode(prompt)), theirs.encode(ours.decode(tokens))[lead:]
+
+    def _fit(self, before: int, after: int) -> None:
+        context = (self.loaded or self.denoiser).context
+        if before + after > context:
+            raise RequestError(
+                f"{before} prompt tokens and {after} after them do not fit the context of {context} of the scorer "
+                f"{self.name}; lower --max-tokens or --prompt-tokens, or name another --scorer"
+            )
 
     def _nll(self, before: Sequence[int], after: Sequence[int]) -> float:
         tokens = [*before, *after]

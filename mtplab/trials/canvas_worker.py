@@ -67,6 +67,8 @@ def prepare(spec: dict[str, Any]) -> None:
     )
     worker.say({"stage": "trying every arm"})
     scorer = Scorer(plan.scorer, denoiser)
+    for prompt in prompts:
+        scorer.check_room(prompt.tokens, max(s.max_tokens for s in sessions.values()))
     for arm, session in sessions.items():
         tokens = prompts[0].tokens[-8:]
         made = session.request(tokens, request=0, settings=settings(plan, 0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import canvas_tiny
 import pytest
@@ -128,6 +129,21 @@ def test_text_json_records_and_drawing_agree(gemma, call):
     code, drawn, err = call(*one(gemma, "--show", "--color", "always"))
     assert drawn == text and "step 1, " in err and "\x1b[2m" in err
     assert "\x1b" not in call(*one(gemma, "--show"))[2], "not a terminal: no drawing"
+
+
+@pytest.mark.parametrize(("one_of_them", "code"), [("", 2), ("stdout", 0), ("stderr", 0)])
+def test_drawings_between_json_lines_are_refused_where_both_meet(gemma, call, monkeypatch, one_of_them, code):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda name=name: one_of_them in ("", name))
+    found, out, err = call(*one(gemma, "--show", "-o", "jsonl"))
+    assert found == code, err
+    if code:
+        assert out == "" and err.count("\n") == 1
+        assert err.startswith(
+            "mtplab: --show and -o jsonl would write over each other here; send one of them to a file"
+        )
+    else:
+        assert [json.loads(x) for x in out.splitlines()] and ("step 1, " in err) == (one_of_them == "stderr")
 
 
 def test_quiet_leaves_the_text_alone(gemma, call):

@@ -20,8 +20,6 @@ KEYS: dict[str, tuple[tuple[str, ...], type, float]] = {
     "confidence_threshold": (("confidence_threshold",), float, 0.0),
     "max_tokens": (("max_new_tokens",), int, 1),
 }
-
-
 KNOWN = "EntropyBoundSamplerConfig"  # the one sampler that is published; values of another mean something else
 POSITIVE = ("t_max", "confidence_threshold")  # above their least value, too
 
@@ -33,6 +31,11 @@ def read_defaults(folder: Path, config: dict[str, Any], canvas: int) -> tuple[di
     sources = {"canvas": f"config.json: {key}" if config.get(key) else "the architecture"}
     path = folder / FILE
     generation = read_json(path) if path.is_file() else {}
+    sampler = generation.get("sampler_config")
+    wanted = sampler.get("_cls_name") if isinstance(sampler, dict) else None
+    if wanted not in (None, KNOWN):
+        values["sampler_class"], sources["sampler_class"] = str(wanted), f"{FILE}: sampler_config._cls_name"
+        generation = {k: v for k, v in generation.items() if k != "sampler_config"}
     for name, (route, kind, least) in KEYS.items():
         value: Any = generation
         for part in route:
@@ -45,10 +48,6 @@ def read_defaults(folder: Path, config: dict[str, Any], canvas: int) -> tuple[di
             noun, bound = "whole number" if kind is int else "number", "above" if name in POSITIVE else "of at least"
             raise ModelError(f"{FILE} has {'.'.join(route)} = {value!r}; it must be a {noun} {bound} {least:g}")
         values[name], sources[name] = kind(value), f"{FILE}: {'.'.join(route)}"
-    config = generation.get("sampler_config")
-    name = config.get("_cls_name") if isinstance(config, dict) else None
-    if name not in (None, KNOWN):
-        values["sampler_class"], sources["sampler_class"] = str(name), f"{FILE}: sampler_config._cls_name"
     if values.get("t_min", 0.0) > values.get("t_max", math.inf):
         raise ModelError(f"{FILE} has t_min {values['t_min']} above t_max {values['t_max']}")
     return values, sources
