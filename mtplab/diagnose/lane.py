@@ -374,7 +374,8 @@ class Lane:
             return
         rows = len(self.reference.prompt) + self.emitted - 1
         waiting = sum(t.shape[0] for t, _ in drafter.pending)
-        inside = drafter.cache[0].offset
+        got = state.head_state(drafter.cache)
+        inside = next((leaf.offset for _, leaf in got if leaf.offset + waiting != rows), rows - waiting)
         self.seen.head_audited += 1
         if inside + waiting != rows:
             text = f"the head's cache holds {inside} rows and {waiting} wait where {rows} belong in it"
@@ -383,7 +384,7 @@ class Lane:
         if not inside:
             return
         want = state.head_state(self.reference.head_cache, inside)
-        found = state.compare(list(enumerate(drafter.cache)), want, inside)
+        found = state.compare(got, want, inside)
         trunk = self.seen.worst.relative if self.seen.worst is not None else 0.0
         for d in found:
             if d.part == "length" or d.relative > max(WRONG_ROW, 8 * trunk):

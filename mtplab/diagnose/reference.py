@@ -141,7 +141,7 @@ class Reference:
     def _head_rows(self, tokens: mx.array, hidden: mx.array) -> None:
         for depth in range(len(self.head.layers)):
             self.head.rows(tokens, hidden, self.head_cache, depth=depth + 1)
-        mx.async_eval([a for c in self.head_cache for a in (c.keys, c.values)])
+        mx.async_eval(self.head.arrays(self.head_cache))
 
     def reach(self, position: int) -> bool:
         """Go on until the token at `position` is known, and then some; False if the text ends before it."""

@@ -159,13 +159,11 @@ def _numbers(x: mx.array, y: mx.array, *, rows: bool) -> tuple[mx.array, mx.arra
     return (a != b).sum(), mx.abs(d).max(), part.max()
 
 
-def head_state(caches: Sequence[Any], rows: int) -> list[tuple[int, Any]]:
-    """An MTP head's caches (one per head layer) as a state that holds `rows` rows."""
-    out = []
-    for i, leaf in enumerate(caches):
-        twin = copy.copy(leaf)
-        twin.offset = rows
-        out.append((i, twin))
+def head_state(caches: Sequence[Any], rows: int | None = None) -> list[tuple[int, Any]]:
+    """An MTP head's caches (one per head layer) as a state; of a head that is ahead, the first `rows` rows."""
+    out = [(i, copy.copy(leaf)) for i, layer in enumerate(caches) for leaf in flatten(layer)]
+    for _, twin in out:
+        twin.offset = twin.offset if rows is None else rows
     return out
 
 

@@ -16,7 +16,7 @@ from mtplab.decode import speculative
 from mtplab.decode.drafters.mtp import MTPDrafter
 from mtplab.diagnose.candidates import Parts
 from mtplab.diagnose.state import leaves
-from mtplab.models.cache import kind
+from mtplab.models.cache import flatten, kind
 from mtplab.models.target import Output
 
 Keep = Callable[[Any, Any, int, Callable[[int], None]], None]
@@ -152,6 +152,14 @@ def drafter_with(**methods: Callable[..., Any]) -> Callable[[Parts], Parts]:
 
 def no_trim(self: Any, rows: int) -> None:
     self.chained = 0
+
+
+def trim_first_only(self: Any, rows: int) -> None:
+    """Rejected rows come out of the first cache of a head layer only: the indexer beside it keeps them."""
+    MTPDrafter._trim(self, rows)
+    for layer in self.cache:
+        for leaf in flatten(layer)[1:]:
+            leaf.offset += rows
 
 
 def hidden_shifted(self: Any, tokens: Any, hidden: Any, accepted: int) -> None:

@@ -1,4 +1,4 @@
-"""A tiny model with latent attention (MLA)."""
+"""Tiny models with latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ DEEPSEEK = {
     "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False,
 }  # fmt: skip
+
+
+# mlx-lm's MLA attention takes another form for one row than for several: it rounds differently on any backend.
+tiny.CONFIGS.setdefault("deepseek_v3", tiny.LLAMA | {
+    "model_type": "deepseek_v3", "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 8,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_routed_experts": None, "rope_scaling": None,
+})  # fmt: skip
+# With an indexer beside the attention: two caches a layer, in the trunk and in the head. It chooses among more than
+# index_topk rows.
+tiny.CONFIGS.setdefault("deepseek_v32", tiny.CONFIGS["deepseek_v3"] | {
+    "model_type": "deepseek_v32", "index_head_dim": 16, "index_n_heads": 2, "index_topk": 16,
+    "num_nextn_predict_layers": 1,
+})  # fmt: skip
 
 
 def mla(**changes) -> Target:

@@ -35,6 +35,9 @@ def test_equal_nans_are_equal_bits_and_integers_compare_as_they_are():
     assert watch.difference(mx.array([float("nan")]), mx.array([float("nan")])).equal
     d = watch.difference(mx.array([1, 2, 3]), mx.array([1, 5, 3]))
     assert not d.equal and d.differ == 1
+    assert d.relative == 1
+    turned = watch.difference(mx.array([[1, 2, 3]]), mx.array([[3, 2, 1]]))
+    assert not turned.equal and turned.relative == 0, "the same ids, chosen in another order"
     with pytest.raises(ValueError, match="cannot be compared"):
         watch.difference(mx.zeros((2,)), mx.zeros((3,)))
 

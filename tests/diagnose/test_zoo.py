@@ -22,6 +22,7 @@ FAST = (
     "conv window shifted",
     "EOS cut leaves the cache ahead",
     "head cache not trimmed",
+    "head trims its attention only",
     "head gets wrong hidden rows",
     "penalty keeps rejected tokens",
     "last prompt token prefetched twice",

@@ -44,12 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import block_faults as b
 import faults as f
-
-# mlx-lm's MLA attention takes another form for one row than for several: it rounds differently on any backend.
-tiny.CONFIGS.setdefault("deepseek_v3", tiny.LLAMA | {
-    "model_type": "deepseek_v3", "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 8,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_routed_experts": None, "rope_scaling": None,
-})  # fmt: skip
+import latent  # noqa: F401  (its tiny models)
 
 SCRIPTED = Candidate("scripted3", "scripted", 3)
 DEPTH0 = Candidate("depth0", "none", 0)
@@ -116,6 +111,12 @@ LOGIC = [
     Case("head cache of a hybrid not trimmed", "qwen3_5", "logic", None, f.drafter_with(_trim=f.no_trim), arms=(HEAD,)),
     Case("head gets wrong hidden rows", "mimo", "logic", None, f.drafter_with(observe=f.hidden_shifted), arms=(HEAD,)),
     Case("head primed one token off", "mimo", "logic", None, f.drafter_with(prime=f.prime_shifted), arms=(HEAD,)),
+    Case("head of two caches not trimmed", "deepseek_v32", "logic", None, f.drafter_with(_trim=f.no_trim),
+         arms=(DEPTH0, HEAD)),
+    Case("head trims its attention only", "deepseek_v32", "logic", None, f.drafter_with(_trim=f.trim_first_only),
+         arms=(HEAD,)),
+    Case("head of two caches primed one token off", "deepseek_v32", "logic", None,
+         f.drafter_with(prime=f.prime_shifted), arms=(HEAD,)),
     Case("head primed twice", "qwen3_5", "logic", None, f.drafter_with(prime=f.prime_twice), arms=(HEAD,)),
     Case("penalty keeps rejected tokens", "llama", "logic", None, f.penalty_keeps_rejected),
     Case("last prompt token prefetched twice", "llama", "logic", None, f.last_prompt_token_twice),
