@@ -154,6 +154,8 @@ class Lane:
         if count == 1:
             self.next = max(self.next, at + 1)
         self.reference.reach(at - 1)
+        if count > 1 and self.shadow is not None:
+            self.reference.pin(len(self.reference.prompt) + at - 1)
         if at > len(self.reference.tokens) or ids[0] != self.reference.tokens[at - 1]:
             if at <= len(self.reference.tokens):
                 self._fault("fed", at, f"fed token {ids[0]} where the text has {self.reference.tokens[at - 1]}")

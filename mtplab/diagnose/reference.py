@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mtplab.backend.clock import Clock
 from mtplab.decode.baseline import baseline
-from mtplab.decode.settings import Settings
+from mtplab.decode.settings import MAX_DEPTH, Settings
 from mtplab.decode.stopping import Stops
 from mtplab.diagnose import state
 from mtplab.models.cache import Cache
@@ -24,6 +24,10 @@ from mtplab.records.types import Verify
 
 KEPT = 48  # rows; arms are at most AHEAD, a block and a scripted draft behind
 AHEAD = 16  # tokens made at a time: in a row one is computed while the graph of the next is built
+# States, where each is a copy (recurrent layers). Nothing is made ahead then, and the arm that is furthest behind goes
+# first: it asks for the last token of its block, MAX_DEPTH further on, and one more if its text ends there; the row
+# after that token is under way. The state that a block started from may be asked for later, and is pinned.
+STATES = MAX_DEPTH + 3
 
 See = Callable[[mx.array, Cache, Output], Output]
 
@@ -62,7 +66,7 @@ class Row:
 
     logits: mx.array  # [V]
     hidden: mx.array | None  # [1, D]
-    state: list[tuple[int, Any]]  # after the pass that gave the logits
+    state: list[tuple[int, Any]] | None  # after the pass that gave the logits, `state.thinned`; None: gone
     length: int  # rows in that state
 
 
@@ -116,6 +120,8 @@ class Reference:
         self.cut: str | None = None
         self.head_cache = head.new_cache() if head is not None else None
         self._fed = 0
+        self._copies = any(k not in ("plain", "window") for kinds in target.cache_kinds for k in kinds)
+        self._pinned: tuple[int, list[tuple[int, Any]] | None] = (-1, None)
         self._stream = baseline(
             Watched(target, self._see), self.cache, prompt, settings=settings, stops=stops, clock=clock, request=request
         )
@@ -127,9 +133,17 @@ class Reference:
         if position >= 0:
             hidden = None if out.hidden is None else out.hidden[-1:]
             self.rows[position] = Row(out.logits[-1], hidden, state.snapshot(cache), cache.length)
-            self.rows.pop(position - KEPT, None)
-            self.choices.pop(position - KEPT, None)
+            self._forget(position)
         return out
+
+    def _forget(self, position: int) -> None:
+        """What the row at `position` makes superfluous of those before it."""
+        self.rows.pop(position - KEPT, None)
+        self.choices.pop(position - KEPT, None)
+        if (before := self.rows.get(position - 1)) is not None:
+            before.state = state.thinned(before.state, self.rows[position].state)
+        if self._copies and (old := self.rows.get(position - STATES)) is not None:
+            old.state = None
 
     def _feed_prompt(self, tokens: mx.array, out: Output) -> None:
         """The head's prompt rows (hidden[t], token[t+1]), in the same chunks as a drafter is primed with."""
@@ -145,7 +159,8 @@ class Reference:
 
     def reach(self, position: int) -> bool:
         """Go on until the token at `position` is known, and then some; False if the text ends before it."""
-        until = position + AHEAD if len(self.tokens) <= position else 0
+        ahead = 0 if self._copies else AHEAD
+        until = position + ahead if len(self.tokens) <= position else 0
         while len(self.tokens) <= until and self.cut is None:
             with aside(self.target):
                 record = next(self._stream, None)
@@ -177,8 +192,16 @@ class Reference:
 
     def state_at(self, length: int) -> list[tuple[int, Any]] | None:
         """The state after `length` rows, if it is still (or already) there."""
-        row = self.rows.get(length - len(self.prompt))
-        return None if row is None else row.state
+        position = length - len(self.prompt)
+        row = self.rows.get(position)
+        if row is None or row.state is None:
+            return self._pinned[1] if row is not None and position == self._pinned[0] else None
+        return state.whole([self.rows[p].state for p in range(position, max(self.rows) + 1)])
+
+    def pin(self, length: int) -> None:
+        """Keep the state after `length` rows as long as its row, or until another one is pinned."""
+        if self._copies:
+            self._pinned = (length - len(self.prompt), self.state_at(length))
 
     def copy_at(self, length: int) -> Cache | None:
         """A cache of one's own with the first `length` rows of the text."""

@@ -8,6 +8,7 @@ part of itself; a row of another token or position is another row, and moves by 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -65,6 +66,48 @@ def leaves(cache: Cache) -> list[tuple[int, Any]]:
 def snapshot(cache: Cache) -> list[tuple[int, Any]]:
     """The state of now. Plain KV is not copied: rows that are there stay as they are in a run without roll-back."""
     return [(i, leaf if kind(leaf) == "plain" else clone(leaf)) for i, leaf in leaves(cache)]
+
+
+@dataclass(frozen=True, slots=True)
+class Overwritten:
+    """A full ring as it was before a row was written over one of its own: that one, and the pass after has the rest."""
+
+    leaf: Any  # keys, values [1, H, 1, D]: the row
+    at: int  # where it stood
+
+
+def thinned(older: Sequence[tuple[int, Any]], newer: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """`older`, one row before `newer`, without what `newer` has of it: see `whole`."""
+    return [(i, _row_lost(a, b)) for (i, a), (_, b) in zip(older, newer, strict=True)]
+
+
+def _row_lost(old: Any, new: Any) -> Any:
+    # A ring that still grows, or is cut down after a long block, moves to a new buffer: that one stays whole.
+    if kind(old) != "window" or old.keys is None or old.keys.shape != new.keys.shape:
+        return old
+    twin, at = copy.copy(old), new._idx - 1
+    # Taken, not sliced: a slice would hold on to the whole ring.
+    twin.keys, twin.values = (mx.take(a, mx.array([at]), axis=2) for a in (old.keys, old.values))
+    mx.async_eval(twin.keys, twin.values)
+    return Overwritten(twin, at)
+
+
+def whole(states: Sequence[list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
+    """The first of successive states, one row apart; the later ones give back what `thinned` took out of it."""
+    return [_refilled_ring([leaf for _, leaf in column], column[0][0]) for column in zip(*states, strict=True)]
+
+
+def _refilled_ring(leaves: Sequence[Any], layer: int) -> tuple[int, Any]:
+    lost = list(itertools.takewhile(lambda x: isinstance(x, Overwritten), leaves))
+    if not lost:
+        return layer, leaves[0]
+    twin, later = copy.copy(lost[0].leaf), leaves[len(lost)]
+    rows = {x.at: x.leaf for x in reversed(lost)}  # of two rows that one place lost, the older was there first
+    for name in ("keys", "values"):
+        ring = mx.array(getattr(later, name))
+        ring[..., mx.array(list(rows)), :] = mx.concatenate([getattr(x, name) for x in rows.values()], axis=2)
+        setattr(twin, name, ring)
+    return layer, twin
 
 
 def copied(target: Target, state: Sequence[tuple[int, Any]], length: int) -> Cache:

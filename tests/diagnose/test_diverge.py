@@ -12,6 +12,7 @@ import zoo
 from mtplab.backend import numerics
 from mtplab.decode.settings import Settings
 from mtplab.decode.stopping import Stops
+from mtplab.diagnose import reference as reference_module
 from mtplab.diagnose import state
 from mtplab.diagnose.candidates import Candidate
 from mtplab.diagnose.diverge import AGAIN, Diagnoser, Text
@@ -290,12 +291,83 @@ def test_the_diagnosis_leaves_the_model_as_it_was(load):
     assert helpers.tokens_of(helpers.run_baseline(loaded.target, tiny.prompt(3, 20), settings)) == before
 
 
+def reference_of(loaded, tokens: int) -> Reference:
+    diagnoser = Diagnoser(loaded.target, settings=Settings(max_tokens=tokens))
+    return diagnoser._reference(Text("a", tuple(tiny.prompt(3, 20))), 0)
+
+
 def test_memory_does_not_grow_with_the_text(load):
     """Rows and states of the baseline are dropped; twice the tokens keep no more of them."""
     loaded, kept = load("llama"), []
     for tokens in (100, 200):
-        diagnoser = Diagnoser(loaded.target, settings=Settings(max_tokens=tokens))
-        reference = diagnoser._reference(Text("a", tuple(tiny.prompt(3, 20))), 0)
+        reference = reference_of(loaded, tokens)
         reference.finish()
         kept.append(len(reference.rows))
     assert kept[0] == kept[1] <= 49
+
+
+WINDOW = {"build": {"sliding_window": 512}}
+
+
+@pytest.mark.parametrize(
+    "kind, options, caches", [("llama", {"max_kv_size": 512}, 1.4), ("gemma3_text", WINDOW, 1.4), ("qwen3_5", {}, 12)]
+)
+def test_memory_holds_few_copies_of_a_state(load, kind, options, caches):
+    """A ring once, with the rows that were lately written over; a recurrent state as often as an arm may ask for it."""
+    loaded = load(kind, **options)
+    reference = reference_of(loaded, 600 if kind != "qwen3_5" else 100)
+    mx.eval(loaded.target.model.parameters())
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    reference.finish()
+    mx.synchronize()
+    rows = sum(row.logits.nbytes for row in reference.rows.values())
+    assert mx.get_active_memory() - before - rows < caches * reference.cache.nbytes
+
+
+@pytest.mark.parametrize("kind, options", [("llama", {"max_kv_size": 16}), ("gemma3_text", {}), ("qwen3_5", {})])
+def test_the_last_states_of_the_baseline_are_those_of_a_run_that_stopped_there(load, kind, options):
+    """Before a ring is full, while it grows, and after it wrapped: in bits, and in the order of its rows."""
+    loaded = load(kind, **options)
+    for tokens in (4, 30, 60):
+        reference, prompt = reference_of(loaded, tokens), tiny.prompt(3, 20)
+        reference.finish()
+        newest, held = max(reference.rows), 0
+        for position in range(newest + 1):
+            got = reference.state_at(20 + position)
+            if got is None:
+                continue
+            serial, held = loaded.target.new_cache(), held + 1
+            loaded.target.forward(mx.array(prompt[:-1]), serial)
+            for token in [prompt[-1], *reference.tokens[:position]]:
+                loaded.target.forward(mx.array([token]), serial)
+                mx.eval(serial.arrays())
+            want = state.leaves(serial)
+            assert state.compare(want, got, 20 + position) == []
+            for (_, a), (_, b) in zip(got, want, strict=True):
+                if hasattr(a, "_idx"):
+                    assert a._idx == b._idx and mx.array_equal(a.keys, b.keys) and mx.array_equal(a.values, b.values)
+        assert held == min(newest + 1, reference_module.STATES if kind == "qwen3_5" else reference_module.KEPT)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3_text"])
+def test_the_deepest_arms_find_every_state_that_they_are_compared_with(load, kind):
+    loaded = load(kind)
+    arms = [DEPTH0, Candidate("scripted8", "scripted", 8), Candidate("scripted1", "scripted", 1)]
+    lanes = diagnose(loaded, arms, tokens=60).prompts[0].lanes
+    for arm in arms:
+        seen = lanes[arm.name]
+        assert seen.state_equal + seen.state_rounded == len(seen.passes) + 1, "of every pass and of the prefill"
+    assert (8, 8) in lanes["scripted8"].accepted
+
+
+def test_the_state_before_a_block_stays_as_long_as_a_closer_look_may_ask(load):
+    reference = reference_of(load("qwen3_5"), 40)
+    reference.reach(4)
+    reference.pin(23)
+    kept = reference.state_at(23)
+    reference.reach(30)
+    assert reference.state_at(22) is None
+    assert state.compare(state.leaves(reference.copy_at(23)), kept, 23) == []
+    reference.pin(28)
+    assert reference.state_at(23) is None
