@@ -263,7 +263,11 @@ class Diagnoser:
         text = reference.context(block.position - 1)
         location = self.locate(self.target, text, block.tokens, cache=cache, chain=chain)
         wide = reference.rows[max(reference.rows)].logits.dtype == mx.float32
-        modules = [Moved(m.path, m.kind, m.relative, m.ulp_max, m.made, wide) for m in location.modules if not m.equal]
+        modules = [
+            Moved(m.path, m.kind, m.relative, m.ulp_max, m.made, wide, m.choice)
+            for m in location.modules
+            if not m.equal
+        ]
         found.located = True
         if not found.modules or module_at_fault(modules) is not None:
             found.modules, found.first_module = modules, location.first_module

@@ -36,6 +36,7 @@ class ModuleDiff:
     elements: int = 0
     made: bool = False  # differs although its input had the same bits
     relative: float = 0.0  # |difference| / |output| of the row that is furthest off
+    choice: str | None = None  # a router's ids that it takes or gives are in another "order", or another "set"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class _Whole:
         self.seen[seen.path, seen.kind, seen.call] = seen
 
     def outputs(self) -> list[mx.array]:
-        return [a for s in self.seen.values() for a in (s.output, s.input) if a is not None]
+        return [a for s in self.seen.values() for a in (s.output, s.input, s.ids) if a is not None]
 
 
 class _Rows:
@@ -160,6 +161,7 @@ class _Rows:
     def __init__(self, whole: _Whole, width: int):
         self.whole, self.width, self.row = whole, width, 0
         self.found: dict[tuple[str, str], list[tuple[int, watch.Difference, bool]]] = {}
+        self.choice: dict[tuple[str, str], str] = {}
 
     def start(self, row: int) -> None:
         self.row = row
@@ -173,6 +175,9 @@ class _Rows:
         given = None if found.equal or seen.input is None else self._compare(block.input, seen.input)
         made = not found.equal and (given is None or given.equal)
         self.found.setdefault((seen.path, seen.kind), []).append((self.row, found, made))
+        ids = None if found.equal or seen.ids is None else self._compare(block.ids, seen.ids)
+        if ids is not None and not ids.equal and self.choice.get((seen.path, seen.kind)) != "set":
+            self.choice[seen.path, seen.kind] = "set" if ids.relative else "order"
 
     def _compare(self, block: mx.array | None, one: mx.array) -> watch.Difference | None:
         if block is not None and self.width == 1 and block.shape == one.shape:
@@ -182,7 +187,7 @@ class _Rows:
 
     def result(self) -> list[ModuleDiff]:
         keys = dict.fromkeys(k[:2] for k in self.whole.seen)
-        return [_merge(path, kind, self.found[path, kind]) for path, kind in keys if (path, kind) in self.found]
+        return [_merge(*k, self.found[k], self.choice.get(k)) for k in keys if k in self.found]
 
 
 def row_axis(block: Sequence[int], one: Sequence[int], width: int) -> int | None:
@@ -193,7 +198,7 @@ def row_axis(block: Sequence[int], one: Sequence[int], width: int) -> int | None
     return differ[0] if len(differ) == 1 and block[differ[0]] == width and one[differ[0]] == 1 else None
 
 
-def _merge(path: str, kind: str, rows: Sequence[tuple[int, watch.Difference, bool]]) -> ModuleDiff:
+def _merge(path: str, kind: str, rows: Sequence[tuple[int, watch.Difference, bool]], choice: str | None) -> ModuleDiff:
     found = [d for _, d, _ in rows]
     bad = [(row, made) for row, d, made in rows if not d.equal]
     return ModuleDiff(
@@ -207,4 +212,5 @@ def _merge(path: str, kind: str, rows: Sequence[tuple[int, watch.Difference, boo
         sum(d.elements for d in found),
         bool(bad) and bad[0][1],
         max(d.relative for d in found),
+        choice,
     )

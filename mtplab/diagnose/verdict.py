@@ -33,6 +33,7 @@ class Moved:
     ulps: int = 0
     made: bool = True  # its own input had the same bits
     wide: bool = True  # computed in float32
+    choice: str | None = None  # see `locate.ModuleDiff`
 
     @property
     def culprit(self) -> str:
@@ -90,9 +91,19 @@ def gravest(verdicts: Sequence[str]) -> str:
 
 
 def module_at_fault(modules: Sequence[Moved]) -> Moved | None:
-    """The first module that is off by more than rounding, and suddenly so: see SUSPECT and JUMP."""
-    before = 0.0
+    """The first module that is off by more than rounding, and suddenly so: see SUSPECT and JUMP.
+
+    Rounding decides near-ties of a router, too. Where the same experts come in another order, their outputs cannot be
+    compared, but what is summed up from them can; where other experts were chosen, nothing after that is small.
+    """
+    before, shuffled = 0.0, set()
     for m in modules:
+        if m.choice == "set":
+            before = max(before, m.relative, 1.0)
+        if m.choice == "order":
+            shuffled.add(m.path.rsplit(".", 1)[0] + "." if m.kind != "router" else m.path)
+        if m.choice is not None or any(m.path.startswith(p) for p in shuffled):
+            continue
         if m.relative > SUSPECT and m.relative > JUMP * before:
             return m
         core = m.wide and (not m.made or m.kind in ("attention", "recurrent mixer"))

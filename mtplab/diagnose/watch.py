@@ -6,7 +6,8 @@ Modules are named by their path in the checkpoint; a tied embedding used as the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,7 @@ class Seen:
     kind: str
     output: mx.array
     input: mx.array | None = None  # the first array it was given
+    ids: mx.array | None = None  # the first array of integers that it was given, or returned: a router's choice
 
 
 def kinds(model: nn.Module, cache_layers: list[Any] | None = None) -> dict[str, str]:
@@ -135,6 +137,14 @@ def first_array(value: Any) -> mx.array | None:
     return None
 
 
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.integer)
+
+
 def held(a: mx.array) -> mx.array:
     """The array as it is now. A model may write into the one it got (gemma scales its embeddings with `h *= ...`)."""
     return mx.stop_gradient(a)
@@ -151,14 +161,18 @@ def watching(model: nn.Module, observer: Callable[[Seen], None], names: dict[str
         def seen(args: tuple, kwargs: dict, out: Any) -> None:
             array, given, key = first_array(out), first_array((*args, *kwargs.values())), (path, kind)
             if array is not None:
-                observer(Seen(path, calls.get(key, 0), kind, held(array), None if given is None else held(given)))
+                ids = first_array([v for v in (*args, *kwargs.values(), *_flat(out)) if _whole(v)])
+                call = calls.get(key, 0)
+                observer(Seen(path, call, kind, held(array), *(None if a is None else held(a) for a in (given, ids))))
                 calls[key] = calls.get(key, 0) + 1
 
         return seen
 
     try:
+        # mlx-lm's SwitchGLU layers share one activation: its calls belong to no path of their own.
+        owners = Counter(id(m) for _, m in model.named_modules())
         for path, module in model.named_modules():
-            if path in names:
+            if path in names and owners[id(module)] == 1:
                 restore.append(tap(module, report(path, names[path])))
                 if names[path] == "embedding":
                     restore.append(tap(module, report(path, "unembedding"), "as_linear"))

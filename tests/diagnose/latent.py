@@ -1,4 +1,4 @@
-"""Tiny models with latent attention (MLA)."""
+"""Tiny models with latent attention (MLA), and with experts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ DEEPSEEK = {
 tiny.CONFIGS.setdefault("deepseek_v3", tiny.LLAMA | {
     "model_type": "deepseek_v3", "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 8,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_routed_experts": None, "rope_scaling": None,
+})  # fmt: skip
+tiny.CONFIGS.setdefault("qwen3_moe", tiny.LLAMA | {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 16,
 })  # fmt: skip
 # With an indexer beside the attention: two caches a layer, in the trunk and in the head. It chooses among more than
 # index_topk rows.

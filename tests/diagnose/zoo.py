@@ -133,6 +133,8 @@ LOGIC = [
          model=b.rows_rolled("language_model.model.layers.2.linear_attn.in_proj_b")),
     Case("value rows shifted", "llama", "logic", "*.layers.1.self_attn.v_proj",
          model=b.rows_rolled("model.layers.1.self_attn.v_proj")),
+    Case("router rows shifted", "qwen3_moe", "logic", "*.layers.1.mlp.gate",
+         model=b.rows_rolled("model.layers.1.mlp.gate")),
     Case("window one key too narrow", "gemma3_text", "logic", "*.layers.0.self_attn", model=b.window_narrow),
     Case("rows of a block see ahead", "llama", "logic", "*.layers.0.self_attn", model=b.sees_ahead),
     Case("stops one token early", "llama", "length", None, f.cap_short),
@@ -177,6 +179,9 @@ NUMERIC = [
     simulated("noise 1e-2 everywhere", "mimo", "noise:1e-2@*", Q),
     simulated("noise 1e-2 of an unembedding", "llama", "noise:1e-2@lm_head", "lm_head"),
     simulated("noise 1e-3 in a window model", "gemma3_text", "noise:1e-3@layers.0.mlp.*", "*.layers.0.mlp.*", **WIDE),
+    simulated("router near-ties, another order", "qwen3_moe", "noise:1e-6@self_attn.*", Q, model=b.routers_tied),
+    simulated("router near-ties, other experts", "qwen3_moe", "noise:1e-6@self_attn.*", Q, model=b.routers_tied,
+              build={"num_experts_per_tok": 3}),
     Case("MLA attention, float32", "deepseek_v3", "numeric", "*.layers.0.self_attn", pairs=TIES, tokens=64),
     Case("MLA attention, bfloat16", "deepseek_v3", "numeric", "*.layers.0.self_attn", pairs=3e-3, tokens=96,
          load={"dtype": "bfloat16"}),
@@ -271,11 +276,7 @@ class Zoo:
 def pair_rows(loaded: Loaded, apart: float) -> None:
     """Every second row of the unembedding becomes its neighbour, `apart` (of its size) away: near-ties everywhere."""
     head = getattr(loaded.target.outer, "lm_head", None) or loaded.target.embedding
-    w = head.weight.astype(mx.float32)
-    even = w[0 : w.shape[0] - 1 : 2]
-    noise = mx.random.normal(even.shape, key=mx.random.key(5)) * apart * mx.sqrt((even * even).mean())
-    w[1 : w.shape[0] : 2] = even + noise
-    head.weight = w.astype(head.weight.dtype)
+    head.weight = b.twins(head.weight, apart)
     mx.eval(head.weight)
 
 
