@@ -155,9 +155,7 @@ def single(
 ) -> None:
     """Decode one prompt; the text goes to stdout canvas by canvas, the drawing and the statistics to stderr."""
     check_format(output, ("table", "json", "jsonl"))
-    _check_drawing(show, color, quiet)
-    if show and output == "jsonl" and _one_terminal():
-        raise RequestError("--show and -o jsonl would write over each other here; send one of them to a file")
+    _check_drawing(show, color, quiet, output)
     if not all(stop):
         raise RequestError("--stop-text is empty and would end every text before it begins; leave it out")
     say = _silent if quiet else tell
@@ -197,10 +195,12 @@ def _one(flag: str, values: list[Any] | None) -> Any:
     return None if values is None else values[0]
 
 
-def _check_drawing(show: bool, color: str | None, quiet: bool) -> None:
+def _check_drawing(show: bool, color: str | None, quiet: bool, output: str) -> None:
     check_colour(color, show)
     if show and quiet:
         raise RequestError("--show draws on stderr and --quiet wants nothing there; drop one of them")
+    if show and output == "jsonl" and _one_terminal():
+        raise RequestError("--show and -o jsonl would write over each other here; send one of them to a file")
 
 
 def _silent(text: str) -> None:

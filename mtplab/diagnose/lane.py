@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -141,11 +142,7 @@ class Lane:
         self.waiting.append((at, tokens, out))
         if not self.reference.reach(at):
             return out
-        token, top = self.reference.tokens[at], out.logits.max(axis=-1, keepdims=True)
-        here = (mx.arange(out.logits.shape[1])[None] == token) & (
-            mx.argmax(out.logits, axis=-1, keepdims=True) != token
-        )
-        return Output(mx.where(here, top + mx.maximum(mx.abs(top), 1), out.logits), out.hidden)
+        return Output(self._rejoin(out.logits, 0, self.reference.tokens[at]), out.hidden)
 
     def _seen(self, ids: list[int], at: int, out: Output) -> Output:
         count = len(ids)
@@ -208,7 +205,7 @@ class Lane:
             if choice.first != self.reference.tokens[at + j]:
                 self.left_at = self.left_at or block
                 self._left(at + j, len(block.tokens) - 1, choice, wanted[j], diff, noise)
-                logits = self._rejoin(logits, j, self.reference.tokens[at + j], choice.top)
+                logits = self._rejoin(logits, j, self.reference.tokens[at + j])
         return logits
 
     def _left(
@@ -221,9 +218,11 @@ class Lane:
         )
 
     @staticmethod
-    def _rejoin(logits: mx.array, row: int, token: int, top: float) -> mx.array:
+    def _rejoin(logits: mx.array, row: int, token: int) -> mx.array:
+        """The logits with the token on top of the row, without asking the device."""
+        top = logits[row].max()
         here = (mx.arange(logits.shape[0])[:, None] == row) & (mx.arange(logits.shape[1])[None] == token)
-        return mx.where(here, mx.array(top + max(1.0, abs(top)), dtype=logits.dtype), logits)
+        return mx.where(here, top + mx.maximum(mx.abs(top), 1), logits)
 
     def _fault(self, kind: str, position: int, text: str, *, layer: int | None = None, counted: bool = True) -> None:
         """The first fault of each kind is kept."""
@@ -360,10 +359,9 @@ class Lane:
             self._fault("state", at[0], text, layer=bad.layer)
         if self.seen.first_rounded is None:
             self.seen.first_rounded = (*at, found[0].layer)
-        for layer in {d.layer for d in found}:
+        for layer, parts in groupby(found, key=lambda d: d.layer):
             count, most = self.seen.layers.get(layer, (0, 0.0))
-            here = max(d.relative for d in found if d.layer == layer)
-            self.seen.layers[layer] = count + 1, max(most, here)
+            self.seen.layers[layer] = count + 1, max(most, *(d.relative for d in parts))
         worst = max(found, key=lambda d: d.relative)
         if self.seen.worst is None or worst.relative > self.seen.worst.relative:
             self.seen.worst, self.seen.worst_at = worst, at

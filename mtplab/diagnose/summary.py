@@ -81,14 +81,14 @@ def document(found: Diagnosis) -> dict[str, Any]:
 
 def gaps_row(leaves: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The gaps of all divergences of all arms, in logits and in ulps of the dtype at the row's largest logit."""
-    gaps, units = sorted(x["gap"] for x in leaves), sorted(x["gap_ulps"] for x in leaves if x["gap_ulps"] is not None)
-    middle = lambda x: x[len(x) // 2] if x else None  # noqa: E731
+    gaps, units = [x["gap"] for x in leaves], [x["gap_ulps"] for x in leaves if x["gap_ulps"] is not None]
+    logits, ulp = spread(gaps), spread(units)
     return {
         "count": len(gaps),
-        "median": middle(gaps),
-        "largest": max(gaps, default=None),
-        "median_ulps": middle(units),
-        "largest_ulps": max(units, default=None),
+        "median": logits["median"],
+        "largest": logits["largest"],
+        "median_ulps": ulp["median"],
+        "largest_ulps": ulp["largest"],
         "logits": histogram(gaps),
         "ulps": histogram(units, ULP_EDGES),
     }
@@ -275,7 +275,7 @@ def looked(found: Diagnosis) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
-    """Count, median, 99th percentile and largest of the rows' largest |difference of logits|."""
+    """Count, median, 99th percentile and largest: of the rows' largest |difference of logits|, of gaps."""
     x = sorted(values)
     at = lambda q: x[min(len(x) - 1, int(q * len(x)))] if x else None  # noqa: E731
     return {"rows": len(x), "median": at(0.5), "p99": at(0.99), "largest": x[-1] if x else None}

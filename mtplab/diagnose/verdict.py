@@ -19,7 +19,7 @@ JUMP = 8.0  # a module at fault is so many times further off than everything bef
 # The core of an attention or a recurrent mixer in float32 sums a few hundred rows: what is exact before it cannot come
 # out further off than this, not even with 10-bit products.
 CORE_SUSPECT, CORE_JUMP = 2.0**-8, 256.0
-AGAIN = 2.0  # the second run of the same passes: further off the first time means that the arm does not repeat itself
+REPEATS = 2.0  # the second run of the same passes: further off the first time means that the arm does not repeat itself
 WINDOW = 2.0  # gap <= WINDOW x noise
 
 
@@ -126,7 +126,7 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
         reason = f"{why} one by one, from one identical state: no rounding is that large"
         position = evidence.leave.position if evidence.leave else None
         return Verdict("logic", reason, module=bad.culprit, position=position, kind="block")
-    if evidence is not None and seen.off > max(SUSPECT, AGAIN * evidence.seen.off):
+    if evidence is not None and seen.off > max(SUSPECT, REPEATS * evidence.seen.off):
         reason = f"the state was off by {seen.off:.2g} of itself, and in a closer look by {evidence.seen.off:.2g} only"
         return Verdict("unknown", reason, verify=seen.worst_at[1], position=seen.worst_at[0], kind="state")
     if seen.leaves:

@@ -30,6 +30,10 @@ def swapped(module: Any, call: Callable[..., Any]) -> Iterator[None]:
         module.__class__ = original
 
 
+# Rows of a matrix so close that the last bits decide: whatever changes a hidden state flips some of them.
+TIES = 3e-7
+
+
 def twins(weight: mx.array, apart: float) -> mx.array:
     """The matrix with every second row made like the one before it, `apart` of its size away."""
     w = weight.astype(mx.float32)
@@ -43,7 +47,7 @@ def twins(weight: mx.array, apart: float) -> mx.array:
 def routers_tied(loaded: Any) -> Iterator[None]:
     """No fault: near-ties in every router, so that rounding decides which expert is first, or is chosen at all."""
     for layer in loaded.target.model.layers:
-        layer.mlp.gate.weight = twins(layer.mlp.gate.weight, 3e-7)
+        layer.mlp.gate.weight = twins(layer.mlp.gate.weight, TIES)
     yield
 
 

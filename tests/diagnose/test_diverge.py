@@ -77,22 +77,12 @@ def test_the_script_plays_full_acceptance_rejects_and_second_rejects(load):
     assert {a for (k, a) in seen.accepted if k == 3} == {0, 1, 2, 3} and seen.second_rejects > 3
 
 
-def pairs(loaded) -> None:
-    """Rows of the unembedding in pairs, so close that the last bits decide between them."""
-    head = loaded.target.outer.lm_head
-    w = head.weight
-    even = w[0 : w.shape[0] - 1 : 2]
-    w[1 : w.shape[0] : 2] = even + 3e-7 * mx.random.normal(even.shape, key=mx.random.key(5))
-    head.weight = w
-    mx.eval(head.weight)
-
-
 @pytest.fixture
 def noisy(load):
     """A diagnosis of a model under simulated noise, its loaded model, and an ordinary run of the arm."""
     loaded = load("llama")
     kept = mx.array(loaded.target.outer.lm_head.weight)
-    pairs(loaded)
+    zoo.pair_rows(loaded, zoo.TIES)
     with numerics.simulate(loaded.target, "noise:1e-4@layers.1.mlp.*"):
         yield diagnose(loaded, [DEPTH0, SCRIPTED], tokens=96, seeds=(3, 4)), loaded
     loaded.target.outer.lm_head.weight = kept
@@ -161,7 +151,7 @@ def test_a_fault_on_one_prompt_is_not_covered_by_the_near_ties_of_the_others(loa
     """Three prompts leave by rounding and the fourth is long, and its old rows are overwritten."""
     loaded = load("llama")
     kept = mx.array(loaded.target.outer.lm_head.weight)
-    pairs(loaded)
+    zoo.pair_rows(loaded, zoo.TIES)
 
     texts = [Text(f"p{s}", tuple(tiny.prompt(s, 60 if s == 6 else 20))) for s in (3, 4, 5, 6)]
     with numerics.simulate(loaded.target, "noise:1e-4@layers.1.mlp.*"):

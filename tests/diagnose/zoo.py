@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import block_faults as b
 import faults as f
 import latent  # noqa: F401  (its tiny models)
+from block_faults import TIES
 
 SCRIPTED = Candidate("scripted3", "scripted", 3)
 DEPTH0 = Candidate("depth0", "none", 0)
@@ -152,8 +153,6 @@ def simulated(name: str, kind: str, spec: str, where: str, **more: Any) -> Case:
     return Case(name, kind, "numeric", where, spec=spec, **{"pairs": TIES, "tokens": 64} | more)
 
 
-# Rows of the unembedding so close that the last bits decide: whatever changes a hidden state flips some of them.
-TIES = 3e-7
 Q = "*.layers.0.self_attn.?_proj"
 WIDE = {"build": {"sliding_window": 128}}  # a window that is never full: the only cause is the simulated one
 NUMERIC = [
