@@ -26,7 +26,8 @@ from mtplab.models.target import Output
 from mtplab.records.types import Prefill, Verify
 
 WRONG_ROW = 2.0**-5  # of itself: a head's cache row that is off by more is another row
-MEASURED = 4  # passes
+MEASURED = 8  # passes
+LATER = 8  # rows of a lazy lane that are compared together: each read waits for the pass that is under way
 NEWEST = 16  # rows of a cache: more than a block
 BESIDE = 4.0  # an arm may be so many times as far from its shadow as the shadow is from the baseline
 
@@ -117,7 +118,7 @@ class Lane:
         self.seen, self.verify, self.done = Seen(), -1, False
         self.next = self.emitted = 0  # position of the next row to compute; tokens handed on
         self.started, self.fed, self.rejected = False, 0, False
-        self.lazy = lazy
+        self.lazy, self.rounded = lazy, set()  # (layer, part) of the state that differed
         self.waiting: list[tuple[int, mx.array, Output]] = []  # passes whose rows are not compared yet
         self.block: _Block | None = None  # the last block fed, the last one of several rows, and where the arm left
         self.wide: _Block | None = None
@@ -143,6 +144,12 @@ class Lane:
         if not self.reference.reach(at):
             return out
         return Output(self._rejoin(out.logits, 0, self.reference.tokens[at]), out.hidden)
+
+    def _seen_now(self, until: int) -> None:
+        while self.waiting and self.waiting[0][0] <= until:
+            at, tokens, out = self.waiting.pop(0)
+            self.verify = at - 2  # passes of one row: that of the row at 1 is number 0
+            self._seen(tokens.tolist(), at, out)
 
     def _seen(self, ids: list[int], at: int, out: Output) -> Output:
         count = len(ids)
@@ -266,9 +273,8 @@ class Lane:
             self._ended(record.cut, 1)
 
     def _passed(self, record: Verify) -> None:
-        while self.waiting and self.waiting[0][0] <= record.position:
-            at, tokens, out = self.waiting.pop(0)
-            self._seen(tokens.tolist(), at, out)
+        if record.cut or len(self.waiting) > LATER:
+            self._seen_now(record.position)
         self.verify, self.emitted = record.index, record.position + record.emitted
         block, at, emitted = self.block, record.position, record.emitted_tokens
         self.seen.passes.append((record.drafts, record.emitted))
@@ -296,6 +302,7 @@ class Lane:
         self.rejected = rejected
 
     def _wrong_token(self, at: int, emitted: Sequence[int], wanted: Sequence[int]) -> None:
+        self._seen_now(at)
         if len(wanted) < len(emitted) and emitted[: len(wanted)] == wanted:
             self._end("long")
             return
@@ -328,7 +335,8 @@ class Lane:
         # How far rounding goes is measured for the newest rows, and every few passes for all: that takes longer than
         # finding that bits differ. What is wrong in an older row stays wrong until then.
         whole = bool(cut) or self.seen.state_rounded % MEASURED == 0
-        found = state.compare(got, want, length, newest=None if whole else NEWEST)
+        found = state.compare(got, want, length, newest=None if whole else NEWEST, known=self.rounded)
+        self.rounded |= {(d.layer, d.part) for d in found}
         self._note(found, at)
         self._audit_head(cut)
         if self.shadow is not None:

@@ -161,6 +161,7 @@ class Reference:
         """Go on until the token at `position` is known, and then some; False if the text ends before it."""
         ahead = 0 if self._copies else AHEAD
         until = position + ahead if len(self.tokens) <= position else 0
+        begin = len(self.tokens)
         while len(self.tokens) <= until and self.cut is None:
             with aside(self.target):
                 record = next(self._stream, None)
@@ -170,16 +171,21 @@ class Reference:
             at = len(self.tokens)
             self.tokens.append(record.tokens[0] if isinstance(record, Verify) else record.token)
             self.cut = record.cut
-            self._learn(at)
+        self._learn(begin)
         return position < len(self.tokens)
 
-    def _learn(self, position: int) -> None:
-        row = self.rows[position]
-        choice = read_choices(choices(row.logits[None]))[0]
-        self.choices[position] = choice
-        self.margins.append(choice.gap)
-        if self.head_cache is not None and row.hidden is not None:
-            self._head_rows(mx.array([self.tokens[position]]), row.hidden)
+    def _learn(self, begin: int) -> None:
+        """The choices and the head's rows from output position `begin` on: together, since each read waits for the pass
+        that is already under way, and many small passes cost their number."""
+        new = range(begin, len(self.tokens))
+        if not new:
+            return
+        rows = [self.rows[p] for p in new]
+        for position, choice in zip(new, read_choices(choices(mx.stack([r.logits for r in rows]))), strict=True):
+            self.choices[position] = choice
+            self.margins.append(choice.gap)
+        if self.head_cache is not None and rows[0].hidden is not None:
+            self._head_rows(mx.array(self.tokens[begin:]), mx.concatenate([r.hidden for r in rows]))
 
     def finish(self) -> None:
         """Run to the end of the text."""

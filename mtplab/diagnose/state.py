@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from mtplab.models.cache import Cache, flatten, kind
 from mtplab.models.target import Target
 
 TINY = 1e-30
+TOGETHER = 1 << 16  # elements that are measured in one piece: many small arrays cost their number of operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +131,20 @@ def _refilled(layer: Any, twins: Any) -> Any:
     return layer
 
 
-def contents(leaf: Any, length: int) -> dict[str, mx.array]:
-    """The valid arrays of a leaf that holds `length` rows: KV [1, H, rows, D] in temporal order, or state arrays."""
+def contents(leaf: Any, length: int, newest: int | None = None) -> dict[str, mx.array]:
+    """The valid arrays of a leaf that holds `length` rows: KV [1, H, rows, D] in temporal order, or state arrays.
+    `newest`: only so many of the last rows."""
+    first = 0 if newest is None else max(0, length - newest)
     if kind(leaf) == "state":
         return {f"state {i}": a for i, a in enumerate(leaf.cache) if a is not None}
     if leaf.keys is None:
         return {}
     if kind(leaf) == "window":
-        held = min(length, leaf.max_size)
+        held = min(length - first, leaf.max_size)
         return {n: leaf._temporal_order(getattr(leaf, n))[..., -held:, :] for n in ("keys", "values")}
-    parts = {n: _plain(leaf, getattr(leaf, n))[..., :length, :] for n in ("keys", "values")}
+    parts = {n: _plain(leaf, getattr(leaf, n))[..., first:length, :] for n in ("keys", "values")}
     if getattr(leaf, "index_keys", None) is not None:
-        parts["index keys"] = leaf.index_keys[:, :length]
+        parts["index keys"] = leaf.index_keys[:, first:length]
     return parts
 
 
@@ -156,50 +160,70 @@ def held(leaf: Any, length: int) -> int:
 
 
 def compare(
-    got: Sequence[tuple[int, Any]], want: Sequence[tuple[int, Any]], length: int, *, newest: int | None = None
+    got: Sequence[tuple[int, Any]],
+    want: Sequence[tuple[int, Any]],
+    length: int,
+    *,
+    newest: int | None = None,
+    known: Collection[tuple[int, str]] = (),
 ) -> list[LeafDiff]:
     """Every difference between two states that should hold the same `length` rows; [] if all bits are equal.
 
     `want` may hold more rows in its plain KV (it is ahead); what it held after `length` rows is still in it. `newest`:
-    how far arrays differ is measured in so many of their last rows only (recurrent state as a whole).
+    how far arrays differ is measured in so many of their last rows only (recurrent state as a whole). `known`: (layer,
+    part) that differed before: plain KV whose keys and values did still does, since its rows stay, and is not asked.
     """
-    pairs, found = [], []
+    pairs, sure, found = [], [], []
     for (layer, a), (_, b) in zip(got, want, strict=True):
         if held(a, length) != length:
             found.append(LeafDiff(layer, "length", held(a, length) - length, 0, 0.0, 1.0))
             continue
-        x, y = contents(a, length), contents(b, length)
-        pairs += [(layer, part, x[part], y[part]) if part in x else (layer, part, None, y[part]) for part in y]
-    missing = [(layer, part) for layer, part, x, y in pairs if x is None or x.shape != y.shape]
-    found += [LeafDiff(layer, part, 0, 1, 0.0, 1.0) for layer, part in missing]
-    pairs = [p for p in pairs if (p[0], p[1]) not in missing]
+        differs = kind(a) == "plain" and {(layer, "keys"), (layer, "values")} <= set(known)
+        last = newest if differs else None
+        x, y = contents(a, length, last), contents(b, length, last)
+        for part in y:
+            if part not in x or x[part].shape != y[part].shape:
+                found.append(LeafDiff(layer, part, 0, 1, 0.0, 1.0))
+            else:
+                (sure if differs else pairs).append((layer, part, x[part], y[part]))
     same = [mx.array_equal(x, y) for _, _, x, y in pairs]
     mx.eval(same)
-    differ = [p for p, s in zip(pairs, same, strict=True) if not s.item()]
+    differ = sure + [p for p, s in zip(pairs, same, strict=True) if not s.item()]
     found += _measured(differ, newest)
     return sorted(found, key=lambda d: d.layer)
 
 
 def _measured(pairs: Sequence[tuple[int, str, mx.array, mx.array]], newest: int | None) -> list[LeafDiff]:
-    numbers = []
-    for _, part, x, y in pairs:
+    alike: dict[Any, list[tuple[int, str, mx.array, mx.array]]] = {}
+    for layer, part, x, y in pairs:
         rows = part in ("keys", "values", "index keys")
-        last = (..., slice(-newest, None), slice(None)) if rows and newest is not None else ...
-        numbers.append(_numbers(x[last], y[last], rows=rows))
+        if rows and newest is not None and x.shape[-2] > newest:
+            x, y = x[..., -newest:, :], y[..., -newest:, :]
+        alike.setdefault((rows, x.shape, x.dtype, y.dtype), []).append((layer, part, x, y))
+    several, numbers = [], []
+    for (rows, shape, *_), same in alike.items():
+        count = max(1, TOGETHER // max(1, math.prod(shape)))
+        for some in (same[i : i + count] for i in range(0, len(same), count)):
+            several.append(some)
+            numbers.append(_numbers(*(mx.stack([p[i] for p in some]) for i in (2, 3)), rows=rows))
     mx.eval(numbers)
     out = []
-    for (layer, part, _, _), (count, largest, relative) in zip(pairs, numbers, strict=True):
-        out.append(LeafDiff(layer, part, 0, int(count.item()), float(largest.item()), float(relative.item())))
+    for some, (count, largest, relative) in zip(several, numbers, strict=True):
+        each = zip(some, count.tolist(), largest.tolist(), relative.tolist(), strict=True)
+        out += [LeafDiff(layer, part, 0, n, far, share) for (layer, part, *_), n, far, share in each]
     return out
 
 
 def _numbers(x: mx.array, y: mx.array, *, rows: bool) -> tuple[mx.array, mx.array, mx.array]:
-    """(differing elements, max |x - y|, largest relative difference of a row, or of the array)."""
+    """x, y: [N, ...] -> of each of the N: differing elements, max |x - y|, the largest relative difference of a row
+    (axis -2), or of the array."""
     a, b = x.astype(mx.float32), y.astype(mx.float32)
     d = a - b
-    axes = tuple(i for i in range(d.ndim) if not rows or i != d.ndim - 2)
-    part = mx.sqrt((d * d).sum(axis=axes) / ((b * b).sum(axis=axes) + TINY))
-    return (a != b).sum(), mx.abs(d).max(), part.max()
+    inside = tuple(range(1, d.ndim))
+    others = inside[:-2] if rows else inside[:-1]
+    apart, size = ((v * v).sum(axis=-1).sum(axis=others) for v in (d, b))  # the last axis first: it is contiguous
+    part = mx.sqrt(apart / (size + TINY))
+    return (a != b).sum(axis=inside), mx.abs(d).max(axis=inside), part.reshape(len(x), -1).max(axis=-1)
 
 
 def head_state(caches: Sequence[Any], rows: int | None = None) -> list[tuple[int, Any]]:

@@ -72,6 +72,12 @@ class Tokenizer:
         """Token ids of a text, with the special tokens the checkpoint adds by itself."""
         return list(self._fast.encode(text).ids) if self._fast is not None else list(self._full.encode(text))
 
+    def plain(self, text: str) -> list[int]:
+        """Token ids of a text from the middle of another: without special tokens around it."""
+        tokenizer = self._full if self._fast is None else self._fast
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return list(ids if self._fast is None else ids.ids)
+
     def decode(self, tokens: Sequence[int]) -> str:
         ids = list(tokens)
         if self._fast is not None:

@@ -149,7 +149,9 @@ class Scorer:
         What a continuation is in another tokenizer shows only once it is there; `score` refuses it then.
         """
         if self.loaded is not None:
-            self._fit(len(self._theirs(prompt, ())[0]), max_tokens if self.same else 1)
+            before, _ = self._theirs(prompt, ())
+            self._fit(len(before), max_tokens if self.same else 1)
+            self._known(before)
 
     def score(self, prompt: Sequence[int], request: CanvasRequest) -> CanvasRequest:
         """The request with `nll`, `scored` and `scorer` filled in; RequestError for what the scorer cannot hold."""
@@ -157,6 +159,7 @@ class Scorer:
         if not before or not after:
             return replace(request, scorer=self.name)
         self._fit(len(before), len(after))
+        self._known([*before, *after])
         nll = self._nll(before, after)
         return replace(request, nll=nll, scored=len(after), scorer=self.name)
 
@@ -165,8 +168,11 @@ class Scorer:
         if self.loaded is None or self.same:
             return list(prompt), list(tokens)
         ours, theirs = self.denoiser.tokenizer, self.loaded.tokenizer
-        lead = len(theirs.encode(""))  # special tokens that every text begins with: not in its middle
-        return theirs.encode(ours.decode(prompt)), theirs.encode(ours.decode(tokens))[lead:]
+        text = ours.decode(prompt)
+        whole, plain = theirs.encode(text), theirs.plain(text)
+        # The special tokens that every text begins with stay; those at its end do not stand in its middle.
+        lead = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return whole[: lead + len(plain)], theirs.plain(ours.decode(tokens))
 
     def _fit(self, before: int, after: int) -> None:
         context = (self.loaded or self.denoiser).context
@@ -174,6 +180,14 @@ class Scorer:
             raise RequestError(
                 f"{before} prompt tokens and {after} after them do not fit the context of {context} of the scorer "
                 f"{self.name}; lower --max-tokens or --prompt-tokens, or name another --scorer"
+            )
+
+    def _known(self, tokens: Sequence[int]) -> None:
+        vocab = None if self.loaded is None else self.loaded.target.vocab
+        if vocab is not None and max(tokens, default=0) >= vocab:
+            raise RequestError(
+                f"token {max(tokens)} is not an id of the scorer {self.name}, whose vocabulary has {vocab:,}; "
+                "name a --scorer with its own tokenizer, or a larger one"
             )
 
     def _nll(self, before: Sequence[int], after: Sequence[int]) -> float:

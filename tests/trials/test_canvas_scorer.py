@@ -86,6 +86,24 @@ def test_a_model_with_another_tokenizer_scores_the_text_as_its_own_tokens(denois
     assert made.nll == pytest.approx(wanted, rel=1e-5) and made.scored == len(AFTER) + 3
 
 
+def test_special_tokens_at_the_end_of_every_text_are_not_scored(denoiser, other, tmp_path):
+    folder = shutil.copytree(other, tmp_path / "ends")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    begin = tokenizer["post_processor"]["single"][0]
+    tokenizer["post_processor"]["single"].append(begin)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    asked, made = (Scorer(str(f), denoiser).score(PROMPT, MADE) for f in (other, folder))
+    assert (made.nll, made.scored) == (asked.nll, asked.scored)
+
+
+def test_an_id_that_the_scorer_does_not_have_is_refused(denoiser, checkpoints):
+    scorer = Scorer(str(checkpoints("llama", vocab_size=93)), denoiser)
+    with pytest.raises(RequestError, match="token 93 is not an id of the scorer .*, whose vocabulary has 93"):
+        scorer.score(PROMPT, MADE)
+    with pytest.raises(RequestError, match="token 95 is not an id of the scorer"):
+        scorer.check_room([3, 95], 4)
+
+
 def test_a_request_that_made_nothing_has_no_score(denoiser):
     made = Scorer(ENCODER, denoiser).score(PROMPT, canvas_request([[5, 9]], emitted=0))
     assert (made.nll, made.scored, made.scorer) == (None, 0, ENCODER)

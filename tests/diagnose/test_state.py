@@ -1,0 +1,146 @@
+"""The state audit's numbers, against numpy; and what it may leave out."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+
+from mtplab.decode.settings import Settings
+from mtplab.diagnose import state
+from mtplab.diagnose.candidates import Candidate
+from mtplab.diagnose.diverge import AGAIN, Diagnoser, Text
+from mtplab.diagnose.lane import LATER
+from mtplab.diagnose.reference import AHEAD, choices, read_choices
+from mtplab.models.cache import kind
+
+LENGTH = 24
+
+
+@pytest.fixture
+def two(load):
+    """The states of two runs of the same tokens, the second with noise on the rows of two layers."""
+    target = load("gemma3_text").target  # windows of 16 beside plain layers
+    caches = [target.new_cache() for _ in range(2)]
+    for cache in caches:
+        for token in tiny.prompt(4, LENGTH):
+            target.forward(mx.array([token]), cache)
+        mx.eval(cache.arrays())
+    first, second = (state.leaves(c) for c in caches)
+    mx.random.seed(1)
+    for layer, at in ((0, 20), (1, 3), (2, 21)):
+        leaf = second[layer][1]
+        leaf.keys[..., at % leaf.keys.shape[2], :] += 1e-3 * mx.random.normal((leaf.keys.shape[-1],))
+        leaf.values[..., at % leaf.keys.shape[2], 2] *= 1.5
+    return first, second
+
+
+def by_hand(first, second, newest=None):
+    """(layer, part) -> differing, abs_max, relative, in float64."""
+    out = {}
+    for (layer, a), (_, b) in zip(first, second, strict=True):
+        for name, x in state.contents(a, LENGTH).items():
+            x, y = (np.array(v, dtype=np.float64) for v in (x, state.contents(b, LENGTH)[name]))
+            if np.array_equal(x, y):
+                continue
+            if newest is not None:
+                x, y = x[..., -newest:, :], y[..., -newest:, :]
+            d = x - y
+            share = np.sqrt((d**2).sum(axis=(0, 1, 3)) / (y**2).sum(axis=(0, 1, 3)))
+            out[layer, name] = (int((x != y).sum()), np.abs(d).max(), share.max())
+    return out
+
+
+@pytest.mark.parametrize("together", [1, 700, 1 << 16])
+@pytest.mark.parametrize("newest", [None, 8])
+def test_what_is_measured_of_every_part_is_what_numpy_measures(two, newest, together, monkeypatch):
+    monkeypatch.setattr(state, "TOGETHER", together)
+    wanted = by_hand(*two, newest=newest)
+    assert len(wanted) == 6 and len({v[2] for v in wanted.values()}) > 3
+    for known in ((), set(wanted)):
+        found = {(d.layer, d.part): d for d in state.compare(*two, LENGTH, newest=newest, known=known)}
+        assert found.keys() == wanted.keys()
+        for key, (differing, most, share) in wanted.items():
+            d = found[key]
+            assert (d.rows, d.differing) == (0, differing)
+            assert (d.abs_max, d.relative) == (pytest.approx(most, rel=1e-4), pytest.approx(share, rel=1e-4))
+
+
+def test_a_part_that_is_known_to_differ_still_shows_missing_rows_and_others_are_still_asked(load):
+    target = load("llama").target
+    caches = [target.new_cache() for _ in range(2)]
+    for cache in caches:
+        target.forward(mx.array(tiny.prompt(4, LENGTH)), cache)
+        mx.eval(cache.arrays())
+    one, two = (state.leaves(c) for c in caches)
+    two[1][1].keys[..., 2, :] += 1.0
+    known = {(0, "keys"), (0, "values")}
+    found = state.compare(one, two, LENGTH, newest=8, known=known)
+    assert [(d.layer, d.part, d.differing) for d in found] == [(0, "keys", 0), (0, "values", 0), (1, "keys", 0)]
+    two[0][1].keys = two[0][1].keys[..., : LENGTH - 3, :]
+    found = state.compare(one, two, LENGTH, newest=8, known=known)
+    assert [(d.layer, d.part, d.relative) for d in found][:1] == [(0, "keys", 1.0)]
+
+
+def test_a_window_that_is_known_to_have_differed_is_asked_again(two):
+    """Its rows go, so it may be equal by now; those of plain KV stay."""
+    first, _ = two
+    kinds = dict((layer, kind(leaf)) for layer, leaf in first)
+    assert set(kinds.values()) == {"plain", "window"}
+    known = {(layer, part) for layer in kinds for part in ("keys", "values")}
+    assert {kinds[d.layer] for d in state.compare(first, first, LENGTH, newest=8, known=known)} == {"plain"}
+
+
+@pytest.mark.parametrize("family", ["mimo", "qwen3_5"])
+def test_what_the_baseline_learns_of_many_rows_at_once_is_each_rows_own(load, family):
+    """Choices, margins and the head's cache."""
+    loaded, prompt, count = load(family), tuple(tiny.prompt(3, 20)), 2 * AHEAD + 3
+    diagnoser = Diagnoser(loaded.target, settings=Settings(max_tokens=count), head=loaded.head)
+    reference = diagnoser._reference(Text("a", prompt), 0)
+    reference.finish()
+    assert len(reference.tokens) == len(reference.margins) == count
+    cache = loaded.head.new_cache()
+    hidden = loaded.target.forward(mx.array(prompt), loaded.target.new_cache()).hidden
+    for depth in range(1, len(loaded.head.layers) + 1):
+        loaded.head.rows(mx.array(prompt[1:]), hidden[:-1], cache, depth=depth)
+    for position in range(count):
+        row = reference.rows[position]
+        (choice,) = read_choices(choices(row.logits[None]))
+        assert choice == reference.choices[position] and choice.gap == reference.margins[position]
+        assert choice.first == reference.tokens[position]
+        for depth in range(1, len(loaded.head.layers) + 1):
+            loaded.head.rows(mx.array([reference.tokens[position]]), row.hidden, cache, depth=depth)
+    rows = len(prompt) + count - 1
+    one, two = (state.head_state(c, rows) for c in (reference.head_cache, cache))
+    assert one and all(d.relative < 1e-5 for d in state.compare(one, two, rows))
+
+
+def test_a_row_that_the_second_baseline_computes_otherwise_is_named_where_it_is(load):
+    """It is compared later, among others."""
+    loaded, at = load("llama"), LATER // 2 + 1
+
+    class Once:
+        """The second pass that feeds this row gives other logits: the first is the reference's."""
+
+        seen = 0
+
+        def __init__(self, target):
+            self.target = target
+
+        def __getattr__(self, name):
+            return getattr(self.target, name)
+
+        def forward(self, tokens, cache):
+            out = self.target.forward(tokens, cache)
+            if cache.length == 20 + at:
+                Once.seen += 1
+                if Once.seen == 2:
+                    out.logits = out.logits.at[..., 5].add(1e3)
+            return out
+
+    diagnoser = Diagnoser(Once(loaded.target), settings=Settings(max_tokens=40))
+    seen = diagnoser.run([Text("a", tuple(tiny.prompt(3, 20)))], [Candidate("depth0", "none", 0)]).prompts[0].lanes
+    (leave,) = seen[AGAIN].leaves
+    assert (leave.position, leave.verify, leave.other) == (at, at - 1, 5)
+    assert seen[AGAIN].compared == 40 and seen[AGAIN].rows_differ == 1
