@@ -168,7 +168,6 @@ class Reference:
             if record is None:
                 self.cut = self.cut or "cap"
                 break
-            at = len(self.tokens)
             self.tokens.append(record.tokens[0] if isinstance(record, Verify) else record.token)
             self.cut = record.cut
         self._learn(begin)

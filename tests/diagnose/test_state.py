@@ -86,7 +86,7 @@ def test_a_part_that_is_known_to_differ_still_shows_missing_rows_and_others_are_
 def test_a_window_that_is_known_to_have_differed_is_asked_again(two):
     """Its rows go, so it may be equal by now; those of plain KV stay."""
     first, _ = two
-    kinds = dict((layer, kind(leaf)) for layer, leaf in first)
+    kinds = {layer: kind(leaf) for layer, leaf in first}
     assert set(kinds.values()) == {"plain", "window"}
     known = {(layer, part) for layer in kinds for part in ("keys", "values")}
     assert {kinds[d.layer] for d in state.compare(first, first, LENGTH, newest=8, known=known)} == {"plain"}

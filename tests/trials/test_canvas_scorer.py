@@ -98,7 +98,7 @@ def test_special_tokens_at_the_end_of_every_text_are_not_scored(denoiser, other,
 
 def test_an_id_that_the_scorer_does_not_have_is_refused(denoiser, checkpoints):
     scorer = Scorer(str(checkpoints("llama", vocab_size=93)), denoiser)
-    with pytest.raises(RequestError, match="token 93 is not an id of the scorer .*, whose vocabulary has 93"):
+    with pytest.raises(RequestError, match=r"token 93 is not an id of the scorer .*, whose vocabulary has 93"):
         scorer.score(PROMPT, MADE)
     with pytest.raises(RequestError, match="token 95 is not an id of the scorer"):
         scorer.check_room([3, 95], 4)
