@@ -98,6 +98,16 @@ def test_the_price_of_exactness_comes_with_its_promise(model):
     assert all(r["met"] is None and r["value"] > 0 for r in found["ratios"])
 
 
+def test_a_diagnosis_is_held_against_the_same_prompts_beside_it_and_in_a_process_of_their_own(model):
+    found = document("diagnosis_cost", "--model", model, *SHORT)
+    rows, sides = values(found), found["samples"][0]
+    diverge, baseline = sides["diverge"], sides["baseline"]
+    assert baseline["tokens"] == 2 * 10 and diverge["tokens"] == 6 * baseline["tokens"]  # two corpora, six arms
+    assert rows["diagnosis / baseline beside it, time"] == pytest.approx(diverge["wall_s"] / diverge["beside_wall_s"])
+    ratio = rows["diagnosis / baseline pass of its own, time"]
+    assert ratio == pytest.approx(diverge["wall_s"] / baseline["wall_s"])
+
+
 def test_exactness_is_counted_in_rows(model):
     done = run("exact_equality", "--model", model, "--prompts", "2", "--prompt-tokens", "8", "--max-tokens", "12")
     assert done.returncode == 0, done.stderr
