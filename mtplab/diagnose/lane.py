@@ -146,10 +146,12 @@ class Lane:
         return Output(self._rejoin(out.logits, 0, self.reference.tokens[at]), out.hidden)
 
     def _seen_now(self, until: int) -> None:
+        now = self.verify
         while self.waiting and self.waiting[0][0] <= until:
             at, tokens, out = self.waiting.pop(0)
             self.verify = at - 2  # passes of one row: that of the row at 1 is number 0
             self._seen(tokens.tolist(), at, out)
+        self.verify = now
 
     def _seen(self, ids: list[int], at: int, out: Output) -> Output:
         count = len(ids)

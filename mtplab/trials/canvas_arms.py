@@ -172,7 +172,7 @@ class Scorer:
         whole, plain = theirs.encode(text), theirs.plain(text)
         # The special tokens that every text begins with stay; those at its end do not stand in its middle.
         lead = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        return whole[: lead + len(plain)], theirs.plain(ours.decode(tokens))
+        return whole[: lead + len(plain)] if plain else whole, theirs.plain(ours.decode(tokens))
 
     def _fit(self, before: int, after: int) -> None:
         context = (self.loaded or self.denoiser).context

@@ -48,6 +48,11 @@ def translated(i):
     return (i * 7 + 5) % 90 if i < 90 else i
 
 
+def letters(tokens):
+    """The four letters of "<93>" are four tokens of the other model."""
+    return [i for t in tokens for i in ([t] if t < 90 else [ord(c) - 33 for c in f"<{t}>"])]
+
+
 def expected(rows, before, after):
     """rows: logits [L, V], row t about token t + 1. Sum over the continuation of -log softmax, in float64."""
     rows, tokens = np.array(rows).astype(np.float64), [*before, *after]
@@ -79,9 +84,7 @@ def test_a_model_with_the_same_tokenizer_scores_the_same_ids(denoiser, checkpoin
 def test_a_model_with_another_tokenizer_scores_the_text_as_its_own_tokens(denoiser, other):
     made = Scorer(str(other), denoiser).score(PROMPT, MADE)
     before = [BEGIN, *map(translated, PROMPT)]
-    # The four letters of "<93>" are four tokens here, and BEGIN stands at the beginning alone.
-    letters = [i for t in AFTER for i in ([t] if t < 90 else [ord(c) - 33 for c in f"<{t}>"])]
-    after = [translated(i) for i in letters]
+    after = [translated(i) for i in letters(AFTER)]  # BEGIN stands at the beginning alone
     wanted = expected(token_by_token(other, [*before, *after]), before, after)
     assert made.nll == pytest.approx(wanted, rel=1e-5) and made.scored == len(AFTER) + 3
 
@@ -94,6 +97,9 @@ def test_special_tokens_at_the_end_of_every_text_are_not_scored(denoiser, other,
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     asked, made = (Scorer(str(f), denoiser).score(PROMPT, MADE) for f in (other, folder))
     assert (made.nll, made.scored) == (asked.nll, asked.scored)
+    nothing = Scorer(str(other), denoiser).score([], MADE)  # but for what every text begins with
+    after = [translated(i) for i in letters(AFTER)]
+    assert nothing.nll == pytest.approx(expected(token_by_token(other, [BEGIN, *after]), [BEGIN], after), rel=1e-5)
 
 
 def test_an_id_that_the_scorer_does_not_have_is_refused(denoiser, checkpoints):
