@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from mtplab.records.types import Prefill, Request, Verify
