@@ -26,8 +26,9 @@ from mtplab.decode.verify import units
 from mtplab.diagnose import state
 from mtplab.diagnose.candidates import Around, Candidate, Parts, Tamper, begin, make_drafter, make_policy, nothing
 from mtplab.diagnose.intervene import Case, Explained, role
-from mtplab.diagnose.lane import Lane, Seen
+from mtplab.diagnose.lane import Lane
 from mtplab.diagnose.reference import Reference
+from mtplab.diagnose.seen import Seen
 from mtplab.diagnose.shadow import Shadow
 from mtplab.diagnose.verdict import SUSPECT, Evidence, Moved, Verdict, covered, judge, module_at_fault
 from mtplab.errors import RequestError
@@ -118,7 +119,8 @@ class Diagnoser:
         check_texts(texts)
         self._logs.clear()
         found = [self._compare(i, text, candidates) for i, text in enumerate(texts)]
-        steady = not any(p.lanes[AGAIN].rows_differ or p.lanes[AGAIN].leaves for p in found)
+        again = [p.lanes[AGAIN] for p in found]
+        steady = not any(seen.rows_differ or seen.leaves or seen.state_rounded for seen in again)
         window = any("window" in kinds for kinds in self.target.cache_kinds)
         out = Diagnosis(
             found, tuple(c.name for c in candidates), {}, reproducible=steady, simulated=simulated, paths=self.paths,

@@ -8,9 +8,8 @@ with rows, drafts and caches stays its own; a token that is not the choice of it
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +18,7 @@ import mlx.core as mx
 from mtplab.decode.drafters.mtp import MTPDrafter
 from mtplab.diagnose import state
 from mtplab.diagnose.reference import Choice, Reference, Watched, choices, read_choices
+from mtplab.diagnose.seen import Fault, Leave, Seen
 from mtplab.diagnose.shadow import Shadow
 from mtplab.diagnose.state import LeafDiff
 from mtplab.models.cache import Cache
@@ -29,71 +29,8 @@ WRONG_ROW = 2.0**-5  # of itself: a head's cache row that is off by more is anot
 MEASURED = 8  # passes
 LATER = 8  # rows of a lazy lane that are compared together: each read waits for the pass that is under way
 NEWEST = 16  # rows of a cache: more than a block
+JUMP = 8.0  # a row that is so many times as far off as every row before it: no pass to measure a part of the state in
 BESIDE = 4.0  # an arm may be so many times as far from its shadow as the shadow is from the baseline
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """A row whose choice is not the baseline's token."""
-
-    position: int  # in the output
-    verify: int  # the pass, -1 for the prefill
-    depth: int  # rows of the block minus one
-    token: int  # the baseline's
-    other: int  # the arm's
-    gap: float  # baseline's logits: its token over the arm's
-    arm: Choice
-    baseline: Choice
-    row_diff: float  # largest |difference| of the row's logits
-    logit: float  # the row's largest logit, for its size in ulps
-    noise: float | None = None  # the shadow's distance from the baseline on the rows of this block
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something that rounding cannot do. `layer` None: not a layer's."""
-
-    kind: str  # "selection", "fed", "prefill", "acceptance", "rows", "state", "head", "length", "logits", "block"
-    position: int
-    verify: int
-    layer: int | None
-    text: str
-    counted: bool = False  # shown by counts and ids: no rounding, not even an irreproducible model, explains it
-
-
-@dataclass(slots=True)
-class Seen:
-    """What a lane found. Counts and extremes, no rows."""
-
-    compared: int = 0
-    end: str | None = None
-    leaves: list[Leave] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
-    rows_differ: int = 0
-    row_diffs: list[float] = field(default_factory=list)  # of the rows that differ
-    state_equal: int = 0  # verifies whose whole state was equal in every bit
-    state_rounded: int = 0
-    worst: LeafDiff | None = None  # largest relative difference of a state, and where it was
-    worst_at: tuple[int, int] = (0, 0)  # (position, verify)
-    first_rounded: tuple[int, int, int] | None = None  # (position, verify, layer)
-    accepted: Counter = field(default_factory=Counter)  # (proposed, accepted) -> passes
-    second_rejects: int = 0  # passes that rejected right after a pass that rejected
-    wrapped: bool = False  # a sliding window was full
-    layers: dict[int, tuple[int, float]] = field(default_factory=dict)  # layer -> states that differ, largest relative
-    passes: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # (drafts, tokens kept) of every pass
-    head_audited: int = 0
-    # with a shadow only
-    shadow_rows: int = 0  # rows compared with the shadow
-    shadow_row_diff: float = 0.0  # largest difference between arm and shadow
-    noise: float = 0.0  # largest difference between shadow and baseline
-    shadow_states: int = 0  # states compared with the shadow's
-    shadow_states_equal: int = 0
-    state_noise: float = 0.0  # largest relative distance of the shadow's state from the baseline's
-
-    @property
-    def off(self) -> float:
-        """How far a state was off at most, of itself."""
-        return self.worst.relative if self.worst is not None else 0.0
 
 
 @dataclass(slots=True)
@@ -119,6 +56,7 @@ class Lane:
         self.next = self.emitted = 0  # position of the next row to compute; tokens handed on
         self.started, self.fed, self.rejected = False, 0, False
         self.lazy, self.rounded = lazy, set()  # (layer, part) of the state that differed
+        self.farthest, self.jumped = 0.0, False  # the largest difference of a row; whether this pass made it JUMP
         self.waiting: list[tuple[int, mx.array, Output]] = []  # passes whose rows are not compared yet
         self.block: _Block | None = None  # the last block fed, the last one of several rows, and where the arm left
         self.wide: _Block | None = None
@@ -206,6 +144,8 @@ class Lane:
         packed = choices(block.logits)
         far = mx.abs(block.logits.astype(mx.float32) - wanted.astype(mx.float32)).max(axis=-1)
         mx.eval(packed, far)
+        most = far.max().item()
+        self.jumped, self.farthest = most > JUMP * self.farthest, max(most, self.farthest)
         for j, (choice, diff, flag) in enumerate(zip(read_choices(packed), far.tolist(), differ.tolist(), strict=True)):
             if not flag:
                 continue
@@ -334,9 +274,10 @@ class Lane:
         want = self.reference.state_at(length)
         if want is None:
             return
-        # How far rounding goes is measured for the newest rows, and every few passes for all: that takes longer than
-        # finding that bits differ. What is wrong in an older row stays wrong until then.
-        whole = bool(cut) or self.seen.state_rounded % MEASURED == 0
+        # How far rounding goes is measured for the newest rows, every few passes for all: that takes longer than
+        # finding that bits differ. What is wrong in an older row stays until then, or shows in the rows of this pass.
+        whole = bool(cut) or self.jumped or self.seen.state_rounded % MEASURED == 0
+        self.jumped = False
         found = state.compare(got, want, length, newest=None if whole else NEWEST, known=self.rounded)
         self.rounded |= {(d.layer, d.part) for d in found}
         self._note(found, at)

@@ -223,6 +223,7 @@ def _numbers(x: mx.array, y: mx.array, *, rows: bool) -> tuple[mx.array, mx.arra
     others = inside[:-2] if rows else inside[:-1]
     apart, size = ((v * v).sum(axis=-1).sum(axis=others) for v in (d, b))  # the last axis first: it is contiguous
     part = mx.sqrt(apart / (size + TINY))
+    part = mx.where(mx.isnan(part), mx.inf, part)  # so that it is larger than everything, not smaller than nothing
     return (a != b).sum(axis=inside), mx.abs(d).max(axis=inside), part.reshape(len(x), -1).max(axis=-1)
 
 

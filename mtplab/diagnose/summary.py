@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mtplab.diagnose.diverge import AGAIN, Diagnosis
-from mtplab.diagnose.lane import Leave, Seen
+from mtplab.diagnose.seen import Leave, Seen
 from mtplab.diagnose.verdict import VERDICTS, Evidence, Verdict, gravest
 from mtplab.records.metrics import divergence_per_1k
 from mtplab.records.statistics import kaplan_meier

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtplab.diagnose.lane import BESIDE, Fault, Leave, Seen
+from mtplab.diagnose.lane import BESIDE
+from mtplab.diagnose.seen import Fault, Leave, Seen
 
 VERDICTS = ("logic", "unknown", "numeric", "length", "equal")  # the gravest first
 SUSPECT = 2.0**-5  # of a state's row, or of a module's output: what rounding alone is not expected to move

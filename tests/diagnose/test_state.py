@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faults
 import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
 
+from mtplab.backend import numerics
 from mtplab.decode.settings import Settings
 from mtplab.diagnose import state
 from mtplab.diagnose.candidates import Candidate
@@ -144,3 +146,78 @@ def test_a_row_that_the_second_baseline_computes_otherwise_is_named_where_it_is(
     (leave,) = seen[AGAIN].leaves
     assert (leave.position, leave.verify, leave.other) == (at, at - 1, 5)
     assert seen[AGAIN].compared == 40 and seen[AGAIN].rows_differ == 1
+
+
+def overwritten(layer, at, until=None, value=None):
+    """A tamper: row 3 of a layer's values is another (or `value`) from the pass `at` on, until the pass `until`."""
+
+    def tamper(parts):
+        state_ = {"pass": 0}
+
+        def change(cache, attempt, n, keep):
+            keep(n)
+            leaf = cache.layers[layer]
+            if state_["pass"] == at:
+                leaf.values = mx.array(leaf.values)
+                state_["old"] = mx.array(leaf.values[..., 3:4, :])
+                leaf.values[..., 3:4, :] = leaf.values[..., 8:9, :] if value is None else value
+            if state_["pass"] == until:
+                leaf.values = mx.array(leaf.values)
+                leaf.values[..., 3:4, :] = state_["old"]
+            state_["pass"] += 1
+
+        return faults.on_keep(change)(parts)
+
+    return tamper
+
+
+@pytest.mark.parametrize("begin", [9, 12, 14])
+def test_an_old_row_that_is_wrong_for_three_passes_is_found_under_noise(load, begin):
+    """In the last layer, from which no other row of the state is computed."""
+    loaded = load("llama")
+    with numerics.simulate(loaded.target, "noise:1e-5@layers.0.*"):
+        tamper = overwritten(2, begin, begin + 3)
+        diagnoser = Diagnoser(loaded.target, settings=Settings(max_tokens=60), tamper=tamper)
+        found = diagnoser.run([Text("a", tuple(tiny.prompt(3, 24)))], [Candidate("scripted3", "scripted", 3)])
+    verdict = found.verdicts["scripted3"]["a"]
+    assert verdict.verdict == "logic" and verdict.reason.startswith("model.layers.2: values are off"), verdict.reason
+    assert verdict.verify == begin
+
+
+def test_a_nan_in_an_old_row_is_no_small_difference(load):
+    """In the last pass, after which nothing else shows it: before, the decoder stops at NaN."""
+    target, settings, text = load("llama").target, Settings(max_tokens=40), Text("a", tuple(tiny.prompt(3, 24)))
+    arm = Candidate("scripted3", "scripted", 3)
+    passes = len(Diagnoser(target, settings=settings).run([text], [arm]).prompts[0].lanes["scripted3"].passes)
+    tamper = overwritten(1, passes - 1, value=float("nan"))
+    found = Diagnoser(target, settings=settings, tamper=tamper).run([text], [arm])
+    assert found.verdicts["scripted3"]["a"].verdict == "logic"
+    two = [mx.ones((1, 1, 4, 2)), mx.ones((1, 1, 4, 2))]
+    two[0][..., 1, 0] = float("nan")
+    (d,) = state._measured([(0, "keys", *two)], None)
+    assert d.relative == float("inf") and d.differing == 1
+
+
+def test_a_second_baseline_with_another_state_is_not_a_repetition(load):
+    """Its last row alone is wrong in the state: no token and no logits show it."""
+    loaded, prompt = load("llama"), tuple(tiny.prompt(3, 24))
+    diagnoser = Diagnoser(loaded.target, settings=Settings(max_tokens=20))
+    lane = diagnoser._lane
+
+    def spoiled(candidate, reference, request, **options):
+        made = lane(candidate, reference, request, **options)
+        if candidate.name == AGAIN:
+            ended = made._passed
+
+            def passed(record):
+                if record.cut:
+                    leaf = made.parts.cache.layers[1]
+                    leaf.values = mx.array(leaf.values)
+                    leaf.values[..., 3:4, :] *= -1.0
+                ended(record)
+
+            made._passed = passed
+        return made
+
+    diagnoser._lane = spoiled
+    assert not diagnoser.run([Text("a", prompt)], [Candidate("depth0", "none", 0)]).reproducible

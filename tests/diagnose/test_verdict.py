@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mtplab.diagnose.lane import Fault, Leave, Seen
 from mtplab.diagnose.reference import Choice
+from mtplab.diagnose.seen import Fault, Leave, Seen
 from mtplab.diagnose.summary import histogram, percentile, ulps
 from mtplab.diagnose.verdict import Evidence, Moved, gravest, judge, module_at_fault
 
