@@ -261,7 +261,12 @@ def compare(rounds: Sequence[Round], wanted: Wanted) -> dict[str, Any]:
     """The ratio within each round, its median and interval, and whether the limit is met."""
     pairs = [(r[wanted.over][wanted.key], r[wanted.under][wanted.key]) for r in rounds]
     values = [a / b for a, b in pairs if a is not None and b]
-    return {"name": wanted.name} | median_interval(values) | verdict(values, wanted.sense, wanted.limit)
+    return judged(wanted.name, values, wanted.sense, wanted.limit)
+
+
+def judged(name: str, values: Sequence[float], sense: str | None = None, limit: float | None = None) -> dict[str, Any]:
+    """A number of every round under its name: median, interval, and whether the limit is met."""
+    return {"name": name} | median_interval(values) | verdict(values, sense, limit)
 
 
 def verdict(values: Sequence[float], sense: str | None, limit: float | None) -> dict[str, Any]:

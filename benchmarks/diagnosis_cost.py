@@ -95,7 +95,7 @@ def beside(
     rounds: Sequence[common.Round], name: str, key: str, sense: str | None = None, limit: float | None = None
 ) -> dict[str, Any]:
     values = [r["diverge"][key] / r["diverge"][f"beside_{key}"] for r in rounds]
-    return {"name": name} | common.median_interval(values) | common.verdict(values, sense, limit)
+    return common.judged(name, values, sense, limit)
 
 
 if __name__ == "__main__":

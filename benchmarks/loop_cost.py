@@ -99,7 +99,7 @@ def extra(args: argparse.Namespace, rounds: Sequence[common.Round]) -> dict[str,
         sides = [r[f"{arm}_traced"] for r in rounds]
         shares = [side["tpot_ms"] / side["without_trace_ms"] for side in sides if "without_trace_ms" in side]
         name = f"{arm}, tracing, its own time"
-        ratios.append({"name": name} | common.median_interval(shares) | common.verdict(shares, "at most", 1.01))
+        ratios.append(common.judged(name, shares, "at most", 1.01))
     return {"sides": times, "ratios": ratios}
 
 

@@ -144,7 +144,7 @@ def extra(args: argparse.Namespace, rounds: Sequence[common.Round]) -> dict[str,
         ("peak / (weights + caches)", peaks, "at most", PEAK_LIMIT),
         (f"1 + growth beyond the caches, {early} to {late} passes / weights", growth, "within", GROWTH_LIMIT),
     )
-    ratios = [{"name": n} | common.median_interval(v) | common.verdict(v, s, x) for n, v, s, x in entries]
+    ratios = [common.judged(*entry) for entry in entries]
     last = rounds[-1]
     return {"sides": {s: {k: v for k, v in last[s].items() if "bytes" in k} for s in SIDES}, "ratios": ratios}
 

@@ -77,8 +77,7 @@ def extra(args: argparse.Namespace, rounds: Sequence[common.Round]) -> dict[str,
         found = [one_round(r, arm) for r in rounds]
         out["sides"][arm] = {k: _median(f[k] for f in found) for k in found[0]}
         values = [f["measured_over_predicted"] for f in found if f["measured_over_predicted"] is not None]
-        name = {"name": f"{arm}, measured / predicted ratio"}
-        out["ratios"].append(name | common.median_interval(values) | common.verdict(values, "within", WITHIN))
+        out["ratios"].append(common.judged(f"{arm}, measured / predicted ratio", values, "within", WITHIN))
     return out
 
 

@@ -29,7 +29,7 @@ WRONG_ROW = 2.0**-5  # of itself: a head's cache row that is off by more is anot
 MEASURED = 8  # passes
 LATER = 8  # rows of a lazy lane that are compared together: each read waits for the pass that is under way
 NEWEST = 16  # rows of a cache: more than a block
-JUMP = 8.0  # a row that is so many times as far off as every row before it: no pass to measure a part of the state in
+FARTHER = 8.0  # times as far off as every row before: such a row has its pass's whole state measured
 BESIDE = 4.0  # an arm may be so many times as far from its shadow as the shadow is from the baseline
 
 
@@ -56,7 +56,7 @@ class Lane:
         self.next = self.emitted = 0  # position of the next row to compute; tokens handed on
         self.started, self.fed, self.rejected = False, 0, False
         self.lazy, self.rounded = lazy, set()  # (layer, part) of the state that differed
-        self.farthest, self.jumped = 0.0, False  # the largest difference of a row; whether this pass made it JUMP
+        self.farthest, self.jumped = 0.0, False  # the largest difference of a row; whether this pass has one FARTHER
         self.waiting: list[tuple[int, mx.array, Output]] = []  # passes whose rows are not compared yet
         self.block: _Block | None = None  # the last block fed, the last one of several rows, and where the arm left
         self.wide: _Block | None = None
@@ -145,7 +145,7 @@ class Lane:
         far = mx.abs(block.logits.astype(mx.float32) - wanted.astype(mx.float32)).max(axis=-1)
         mx.eval(packed, far)
         most = far.max().item()
-        self.jumped, self.farthest = most > JUMP * self.farthest, max(most, self.farthest)
+        self.jumped, self.farthest = most > FARTHER * self.farthest, max(most, self.farthest)
         for j, (choice, diff, flag) in enumerate(zip(read_choices(packed), far.tolist(), differ.tolist(), strict=True)):
             if not flag:
                 continue

@@ -178,7 +178,7 @@ def compare(
         if held(a, length) != length:
             found.append(LeafDiff(layer, "length", held(a, length) - length, 0, 0.0, 1.0))
             continue
-        differs = kind(a) == "plain" and {(layer, "keys"), (layer, "values")} <= set(known)
+        differs = kind(a) == "plain" and (layer, "keys") in known and (layer, "values") in known
         last = newest if differs else None
         x, y = contents(a, length, last), contents(b, length, last)
         for part in y:
