@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ from mtplab.decode.settings import Settings
 from mtplab.decode.speculative import speculative
 from mtplab.decode.stopping import Stops
 from mtplab.decode.verify import units
-from mtplab.diagnose import state
+from mtplab.diagnose import sensitivity, state
 from mtplab.diagnose.candidates import Around, Candidate, Parts, Tamper, begin, make_drafter, make_policy, nothing
 from mtplab.diagnose.intervene import Case, Explained, role
 from mtplab.diagnose.lane import Lane
@@ -40,6 +40,7 @@ from mtplab.records.types import Verify
 AGAIN = "baseline"  # the baseline a second time: is it reproducible?
 CLOSER = 2  # prompts of an arm that leave, and as many whose state is far off, get a second look at once
 MOST = 8  # and so many at most, where what was measured on those does not cover the others
+PRODUCTS = ("linear", "quantized linear", "router", "unembedding")
 EXPLAINED = 8  # divergences that the modules are sought for
 Locate = Callable[..., Any]  # see `diagnose.locate.locate`
 
@@ -266,14 +267,25 @@ class Diagnoser:
         location = self.locate(self.target, text, block.tokens, cache=cache, chain=chain)
         wide = reference.rows[max(reference.rows)].logits.dtype == mx.float32
         modules = [
-            Moved(m.path, m.kind, m.relative, m.ulp_max, m.made, wide, m.choice)
+            Moved(m.path, m.kind, m.relative, m.ulp_max, m.made, wide, m.choice, m.given, m.beyond)
             for m in location.modules
             if not m.equal
         ]
+        modules = self._measured(modules, block.tokens, cache)
         found.located = True
         if not found.modules or module_at_fault(modules) is not None:
             found.modules, found.first_module = modules, location.first_module
             found.by_layer, found.by_kind = location.by_layer(), location.by_kind()
+
+    def _measured(self, modules: list[Moved], block: Sequence[int], cache: Cache) -> list[Moved]:
+        """What rounding does to these very rows, before anything is held against a module."""
+        bad = module_at_fault(modules)
+        if bad is None:
+            return modules
+        own = [m.relative for m in modules[: modules.index(bad)] if m.own and m.kind in PRODUCTS]
+        size = sensitivity.rounding(own, getattr(mx, self.dtype))
+        reach = sensitivity.reach(self.target, block, cache, size)
+        return [replace(m, reach=reach.get((m.path, m.kind), m.reach)) for m in modules]
 
     def _intervene(self, out: Diagnosis) -> None:
         """The smallest set of modules that, run row by row, makes the numeric divergences go away."""
@@ -286,7 +298,7 @@ class Diagnoser:
             return
         differ = [m for es in out.evidence.values() for e in es for m in e.modules]
         # The same module of all layers: what one block showed in one layer, another may show in the next.
-        roles = {role(m.culprit) for m in differ if m.kind not in ("block", "other")}
+        roles = {role(m.culprit) for m in differ if m.kind not in ("block", "other", "cache")}
         some = [u for u in units(self.target) if role(u.path) in roles]
         self.say(f"which modules explain {len(chosen)} divergences?")
         step = self.settings.prefill_step

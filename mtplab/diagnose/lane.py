@@ -55,7 +55,8 @@ class Lane:
         self.seen, self.verify, self.done = Seen(), -1, False
         self.next = self.emitted = 0  # position of the next row to compute; tokens handed on
         self.started, self.fed, self.rejected = False, 0, False
-        self.lazy, self.rounded = lazy, set()  # (layer, part) of the state that differed
+        self.lazy, self.rounded = lazy, set()  # places of the state that differed
+        self.shifted = 0.0  # how far the rows of a head's input were off at most, of themselves
         self.farthest, self.jumped = 0.0, False  # the largest difference of a row; whether this pass has one FARTHER
         self.waiting: list[tuple[int, mx.array, Output]] = []  # passes whose rows are not compared yet
         self.block: _Block | None = None  # the last block fed, the last one of several rows, and where the arm left
@@ -115,7 +116,7 @@ class Lane:
         block.logits = out.logits[:valid]
         wanted = mx.stack([self.reference.rows[at + j].logits for j in range(valid)])
         noise = None if self.shadow is None else self._beside_rows(block, wanted)
-        return Output(self._compare(block, out.logits, wanted, noise), out.hidden)
+        return Output(self._compare(block, out, wanted, noise), out.hidden)
 
     def _beside_rows(self, block: _Block, wanted: mx.array) -> float:
         """The same block in the shadow. Returns the block's noise: the shadow's largest distance from the baseline."""
@@ -133,17 +134,18 @@ class Lane:
             self._fault("logits", block.position, text, counted=False)
         return noise.item()
 
-    def _compare(self, block: _Block, logits: mx.array, wanted: mx.array, noise: float | None) -> mx.array:
+    def _compare(self, block: _Block, out: Output, wanted: mx.array, noise: float | None) -> mx.array:
         """Rows against the baseline's; the rows to go on with, re-joined where they chose otherwise."""
-        at = block.position
+        at, logits = block.position, out.logits
         self.seen.compared += block.valid
         differ = (block.logits != wanted).any(axis=-1)
         mx.eval(differ, logits)
         if not any(differ.tolist()):
             return logits
-        packed = choices(block.logits)
+        packed, shift = choices(block.logits), self._shift(block, out.hidden)
         far = mx.abs(block.logits.astype(mx.float32) - wanted.astype(mx.float32)).max(axis=-1)
-        mx.eval(packed, far)
+        mx.eval(packed, far, shift)
+        self.shifted = max(self.shifted, shift.item())
         most = far.max().item()
         self.jumped, self.farthest = most > FARTHER * self.farthest, max(most, self.farthest)
         for j, (choice, diff, flag) in enumerate(zip(read_choices(packed), far.tolist(), differ.tolist(), strict=True)):
@@ -156,6 +158,13 @@ class Lane:
                 self._left(at + j, len(block.tokens) - 1, choice, wanted[j], diff, noise)
                 logits = self._rejoin(logits, j, self.reference.tokens[at + j])
         return logits
+
+    def _shift(self, block: _Block, hidden: mx.array | None) -> mx.array:
+        """How far the hidden rows that a head is given are from the baseline's, of themselves, at most."""
+        if hidden is None or self.reference.head_cache is None or not isinstance(self.parts.drafter, MTPDrafter):
+            return mx.array(0.0)
+        rows = [self.reference.rows[block.position + j].hidden for j in range(block.valid)]
+        return state.distance(hidden[: block.valid], mx.concatenate(rows)).max()
 
     def _left(
         self, position: int, depth: int, arm: Choice, wanted: mx.array, diff: float, noise: float | None = None
@@ -279,7 +288,7 @@ class Lane:
         whole = bool(cut) or self.jumped or self.seen.state_rounded % MEASURED == 0
         self.jumped = False
         found = state.compare(got, want, length, newest=None if whole else NEWEST, known=self.rounded)
-        self.rounded |= {(d.layer, d.part) for d in found}
+        self.rounded |= {d.place for d in found}
         self._note(found, at)
         self._audit_head(cut)
         if self.shadow is not None:
@@ -288,13 +297,13 @@ class Lane:
     def _beside_state(self, got: list, want: list, length: int, at: tuple[int, int]) -> None:
         """The arm's state against the shadow's; what is off by more than rounding has been wrong since this pass."""
         shadow = state.leaves(self.shadow.cache)
-        noise = {(d.layer, d.part): d.relative for d in state.compare(shadow, want, length)}
+        noise = {d.place: d.relative for d in state.compare(shadow, want, length)}
         found = state.compare(got, shadow, length)
         self.seen.shadow_states += 1
         self.seen.shadow_states_equal += not found
         self.seen.state_noise = max([self.seen.state_noise, *noise.values()])
         for d in found:
-            if d.part == "length" or d.relative > BESIDE * noise.get((d.layer, d.part), 0.0):
+            if d.part == "length" or d.relative > BESIDE * noise.get(d.place, 0.0):
                 text = f"{d.part} are off by {d.relative:.2g} of themselves from the same blocks without the loop"
                 self._fault("state", at[0], text, layer=d.layer, counted=d.part == "length")
 
@@ -336,8 +345,9 @@ class Lane:
             return
         want = state.head_state(self.reference.head_cache, inside)
         found = state.compare(got, want, inside)
-        trunk = self.seen.worst.relative if self.seen.worst is not None else 0.0
+        # The last layer's output, which the head is given, is in no cache of the trunk.
+        given = max(self.seen.off, self.shifted)
         for d in found:
-            if d.part == "length" or d.relative > max(WRONG_ROW, 8 * trunk):
+            if d.part == "length" or d.relative > max(WRONG_ROW, 8 * given):
                 text = f"the head's cache, layer {d.layer}, {d.part}: a row is off by {d.relative:.2g} of itself"
                 self._fault("head", self.next - 1, text, counted=False)

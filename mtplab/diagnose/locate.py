@@ -37,6 +37,8 @@ class ModuleDiff:
     made: bool = False  # differs although its input had the same bits
     relative: float = 0.0  # |difference| / |output| of the row that is furthest off
     choice: str | None = None  # a router's ids that it takes or gives are in another "order", or another "set"
+    given: float = 0.0  # `relative` of its input; 0 where that had the same bits
+    beyond: float | None = None  # of a quantized cache: `relative` less the steps of `watch.STEPS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +109,19 @@ def locate(
     cache = filled(target, prefix_tokens, prompt) if cache is None else cache
     before, tokens = cache.length, mx.array(list(block))
     names = watch.kinds(target.model, cache.layers)
-    whole = _Whole()
+    whole, paths = _Whole(), watch.layer_paths(target.model)
     start = cache if chain is None else chain
-    with watch.watching(target.model, whole.add, names), start.attempt(len(block)):
+    with (
+        watch.watching(target.model, whole.add, names),
+        watch.watching_cache(start, paths, whole.add),
+        start.attempt(len(block)),
+    ):
         mx.eval(target.forward(tokens, start).logits, whole.outputs())
     rows = _Rows(whole, len(block))
     with cache.attempt(len(block), singly=True):
         for r in range(len(block)):
             rows.start(r)
-            with watch.watching(target.model, rows.add, names):
+            with watch.watching(target.model, rows.add, names), watch.watching_cache(cache, paths, rows.add):
                 mx.eval(target.forward(tokens[r : r + 1], cache).logits, cache.arrays())
     modules = rows.result()
     first = next((m for m in modules if not m.equal), None)
@@ -152,7 +158,17 @@ class _Whole:
         self.seen[seen.path, seen.kind, seen.call] = seen
 
     def outputs(self) -> list[mx.array]:
-        return [a for s in self.seen.values() for a in (s.output, s.input, s.ids) if a is not None]
+        return [a for s in self.seen.values() for a in (s.output, s.input, s.ids, s.step) if a is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a module's output against the block's."""
+
+    number: int
+    out: watch.Difference
+    given: watch.Difference | None  # its input; None where that is not known, or does not matter
+    beyond: float | None = None
 
 
 class _Rows:
@@ -160,7 +176,7 @@ class _Rows:
 
     def __init__(self, whole: _Whole, width: int):
         self.whole, self.width, self.row = whole, width, 0
-        self.found: dict[tuple[str, str], list[tuple[int, watch.Difference, bool]]] = {}
+        self.found: dict[tuple[str, str], list[_Row]] = {}
         self.choice: dict[tuple[str, str], str] = {}
 
     def start(self, row: int) -> None:
@@ -173,17 +189,26 @@ class _Rows:
             return  # only one of the two ways uses this module, or it does not work by rows
         # The input matters only where the output differs.
         given = None if found.equal or seen.input is None else self._compare(block.input, seen.input)
-        made = not found.equal and (given is None or given.equal)
-        self.found.setdefault((seen.path, seen.kind), []).append((self.row, found, made))
+        beyond = None if seen.step is None else self._beyond(block, seen)
+        self.found.setdefault((seen.path, seen.kind), []).append(_Row(self.row, found, given, beyond))
         ids = None if found.equal or seen.ids is None else self._compare(block.ids, seen.ids)
         if ids is not None and not ids.equal and self.choice.get((seen.path, seen.kind)) != "set":
             self.choice[seen.path, seen.kind] = "set" if ids.relative else "order"
 
     def _compare(self, block: mx.array | None, one: mx.array) -> watch.Difference | None:
+        row = self._row(block, one)
+        return None if row is None else watch.difference(row, one)
+
+    def _beyond(self, block: watch.Seen, one: watch.Seen) -> float:
+        step = mx.maximum(self._row(block.step, one.step), one.step)
+        return watch.beyond(self._row(block.output, one.output), one.output, step)
+
+    def _row(self, block: mx.array | None, one: mx.array) -> mx.array | None:
+        """The row of the block that `one` is; None where the shapes do not tell."""
         if block is not None and self.width == 1 and block.shape == one.shape:
-            return watch.difference(block, one)
+            return block
         axis = None if block is None else row_axis(block.shape, one.shape, self.width)
-        return None if axis is None else watch.difference(mx.take(block, mx.array([self.row]), axis=axis), one)
+        return None if axis is None else mx.take(block, mx.array([self.row]), axis=axis)
 
     def result(self) -> list[ModuleDiff]:
         keys = dict.fromkeys(k[:2] for k in self.whole.seen)
@@ -198,19 +223,22 @@ def row_axis(block: Sequence[int], one: Sequence[int], width: int) -> int | None
     return differ[0] if len(differ) == 1 and block[differ[0]] == width and one[differ[0]] == 1 else None
 
 
-def _merge(path: str, kind: str, rows: Sequence[tuple[int, watch.Difference, bool]], choice: str | None) -> ModuleDiff:
-    found = [d for _, d, _ in rows]
-    bad = [(row, made) for row, d, made in rows if not d.equal]
+def _merge(path: str, kind: str, rows: Sequence[_Row], choice: str | None) -> ModuleDiff:
+    found = [r.out for r in rows]
+    bad = [r for r in rows if not r.out.equal]
+    beyond = [r.beyond for r in rows if r.beyond is not None]
     return ModuleDiff(
         path,
         kind,
         not bad,
         max(d.ulp_max for d in found),
         max(d.abs_max for d in found),
-        tuple(dict.fromkeys(row for row, _ in bad)),
+        tuple(dict.fromkeys(r.number for r in bad)),
         sum(d.differ for d in found),
         sum(d.elements for d in found),
-        bool(bad) and bad[0][1],
+        bool(bad) and (bad[0].given is None or bad[0].given.equal),
         max(d.relative for d in found),
         choice,
+        max((r.given.relative for r in bad if r.given is not None), default=0.0),
+        max(beyond, default=None),
     )

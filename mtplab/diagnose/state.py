@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,6 +35,11 @@ class LeafDiff:
     differing: int  # elements
     abs_max: float
     relative: float
+    leaf: int = 0  # which of the layer's caches
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        return self.layer, self.leaf, self.part
 
     @property
     def equal(self) -> bool:
@@ -41,6 +47,9 @@ class LeafDiff:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+_Pair = tuple[tuple[int, int, str], mx.array, mx.array]  # place, and the two arrays
 
 
 def clone(leaf: Any) -> Any:
@@ -165,52 +174,55 @@ def compare(
     length: int,
     *,
     newest: int | None = None,
-    known: Collection[tuple[int, str]] = (),
+    known: Collection[tuple[int, int, str]] = (),
 ) -> list[LeafDiff]:
     """Every difference between two states that should hold the same `length` rows; [] if all bits are equal.
 
     `want` may hold more rows in its plain KV (it is ahead); what it held after `length` rows is still in it. `newest`:
-    how far arrays differ is measured in so many of their last rows only (recurrent state as a whole). `known`: (layer,
-    part) that differed before: plain KV whose keys and values did still does, since its rows stay, and is not asked.
+    how far arrays differ is measured in so many of their last rows only (recurrent state as a whole). `known`: places
+    (`LeafDiff.place`) that differed before: plain KV whose keys and values did still does, since its rows stay, and is
+    not asked.
     """
-    pairs, sure, found = [], [], []
+    pairs, sure, found, count = [], [], [], Counter()
     for (layer, a), (_, b) in zip(got, want, strict=True):
+        number = count[layer]
+        count[layer] += 1
         if held(a, length) != length:
-            found.append(LeafDiff(layer, "length", held(a, length) - length, 0, 0.0, 1.0))
+            found.append(LeafDiff(layer, "length", held(a, length) - length, 0, 0.0, 1.0, number))
             continue
-        differs = kind(a) == "plain" and (layer, "keys") in known and (layer, "values") in known
+        differs = kind(a) == "plain" and all((layer, number, part) in known for part in ("keys", "values"))
         last = newest if differs else None
         x, y = contents(a, length, last), contents(b, length, last)
         for part in y:
             if part not in x or x[part].shape != y[part].shape:
-                found.append(LeafDiff(layer, part, 0, 1, 0.0, 1.0))
+                found.append(LeafDiff(layer, part, 0, 1, 0.0, 1.0, number))
             else:
-                (sure if differs else pairs).append((layer, part, x[part], y[part]))
-    same = [mx.array_equal(x, y) for _, _, x, y in pairs]
+                (sure if differs else pairs).append(((layer, number, part), x[part], y[part]))
+    same = [mx.array_equal(x, y) for _, x, y in pairs]
     mx.eval(same)
     differ = sure + [p for p, s in zip(pairs, same, strict=True) if not s.item()]
     found += _measured(differ, newest)
-    return sorted(found, key=lambda d: d.layer)
+    return sorted(found, key=lambda d: (d.layer, d.leaf))
 
 
-def _measured(pairs: Sequence[tuple[int, str, mx.array, mx.array]], newest: int | None) -> list[LeafDiff]:
-    alike: dict[Any, list[tuple[int, str, mx.array, mx.array]]] = {}
-    for layer, part, x, y in pairs:
-        rows = part in ("keys", "values", "index keys")
+def _measured(pairs: Sequence[_Pair], newest: int | None) -> list[LeafDiff]:
+    alike: dict[Any, list[_Pair]] = {}
+    for place, x, y in pairs:
+        rows = place[-1] in ("keys", "values", "index keys")
         if rows and newest is not None and x.shape[-2] > newest:
             x, y = x[..., -newest:, :], y[..., -newest:, :]
-        alike.setdefault((rows, x.shape, x.dtype, y.dtype), []).append((layer, part, x, y))
+        alike.setdefault((rows, x.shape, x.dtype, y.dtype), []).append((place, x, y))
     several, numbers = [], []
     for (rows, shape, *_), same in alike.items():
         count = max(1, TOGETHER // max(1, math.prod(shape)))
         for some in (same[i : i + count] for i in range(0, len(same), count)):
             several.append(some)
-            numbers.append(_numbers(*(mx.stack([p[i] for p in some]) for i in (2, 3)), rows=rows))
+            numbers.append(_numbers(*(mx.stack([p[i] for p in some]) for i in (1, 2)), rows=rows))
     mx.eval(numbers)
     out = []
     for some, (count, largest, relative) in zip(several, numbers, strict=True):
         each = zip(some, count.tolist(), largest.tolist(), relative.tolist(), strict=True)
-        out += [LeafDiff(layer, part, 0, n, far, share) for (layer, part, *_), n, far, share in each]
+        out += [LeafDiff(layer, part, 0, n, far, share, leaf) for ((layer, leaf, part), *_), n, far, share in each]
     return out
 
 
@@ -225,6 +237,12 @@ def _numbers(x: mx.array, y: mx.array, *, rows: bool) -> tuple[mx.array, mx.arra
     part = mx.sqrt(apart / (size + TINY))
     part = mx.where(mx.isnan(part), mx.inf, part)  # so that it is larger than everything, not smaller than nothing
     return (a != b).sum(axis=inside), mx.abs(d).max(axis=inside), part.reshape(len(x), -1).max(axis=-1)
+
+
+def distance(a: mx.array, b: mx.array) -> mx.array:
+    """a, b: [..., D] -> [...]: |a - b| / |b| of every row."""
+    d, b = a.astype(mx.float32) - b.astype(mx.float32), b.astype(mx.float32)
+    return mx.sqrt((d * d).sum(axis=-1) / ((b * b).sum(axis=-1) + TINY))
 
 
 def head_state(caches: Sequence[Any], rows: int | None = None) -> list[tuple[int, Any]]:

@@ -34,12 +34,20 @@ class Moved:
     ulps: int = 0
     made: bool = True  # its own input had the same bits
     wide: bool = True  # computed in float32
-    choice: str | None = None  # see `locate.ModuleDiff`
+    choice: str | None = None  # see `locate.ModuleDiff`, these three
+    given: float = 0.0
+    beyond: float | None = None
+    reach: tuple[float, float] = (0.0, 0.0)  # of rounding, in output and input, where it was measured: `sensitivity`
+
+    @property
+    def own(self) -> bool:
+        """Whether the module made most of the difference itself."""
+        return self.made or self.relative > JUMP * self.given
 
     @property
     def culprit(self) -> str:
         """The module itself, or the one around it where the difference comes from between its parts (an attention)."""
-        return self.path if self.made or "." not in self.path else self.path.rsplit(".", 1)[0]
+        return self.path if self.own or "." not in self.path else self.path.rsplit(".", 1)[0]
 
 
 @dataclass(slots=True)
@@ -105,12 +113,13 @@ def module_at_fault(modules: Sequence[Moved]) -> Moved | None:
             shuffled.add(m.path.rsplit(".", 1)[0] + "." if m.kind != "router" else m.path)
         if m.choice is not None or any(m.path.startswith(p) for p in shuffled):
             continue
-        if m.relative > SUSPECT and m.relative > JUMP * before:
+        own, (out, given) = m.relative if m.beyond is None else m.beyond, m.reach
+        core, bound = (m.relative, out) if m.kind in ("attention", "recurrent mixer") else (m.given, given)
+        if own > max(SUSPECT, JUMP * before, JUMP * out):
             return m
-        core = m.wide and (not m.made or m.kind in ("attention", "recurrent mixer"))
-        if core and m.relative > CORE_SUSPECT and m.relative > CORE_JUMP * before:
+        if m.wide and core > max(CORE_SUSPECT, CORE_JUMP * before, JUMP * bound):  # what comes from between modules
             return m
-        before = max(before, m.relative)
+        before = max(before, m.given, m.relative)
     return None
 
 

@@ -15,13 +15,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mtplab.models.cache import flatten, kind
+from mtplab.models.cache import Cache, flatten, kind
 from mtplab.models.tap import tap
 
 KINDS = (
-    "embedding", "linear", "quantized linear", "attention", "recurrent mixer", "norm", "router", "experts",
+    "embedding", "linear", "quantized linear", "cache", "attention", "recurrent mixer", "norm", "router", "experts",
     "unembedding", "block", "other",
 )  # fmt: skip
+# A value next to the edge of a quantization step falls on either side of it, and the largest of a group sets the whole
+# group's scale and offset anew: what hardly differs comes back so many steps apart at most.
+STEPS = 3.0
 UINT = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
 
@@ -49,10 +52,22 @@ def difference(a: mx.array, b: mx.array) -> Difference:
         return Difference(differ == 0, a.size, differ, 0, float(differ > 0), float(other))
     differ = mx.sum(bits(a) != bits(b))
     steps = mx.max(mx.abs(ordered(a) - ordered(b)))
+    gap, part = mx.max(mx.abs(a.astype(mx.float32) - b.astype(mx.float32))), share(a, b)
+    mx.eval(differ, steps, gap, part)
+    return Difference(differ.item() == 0, a.size, differ.item(), steps.item(), gap.item(), part.item())
+
+
+def share(a: mx.array, b: mx.array) -> mx.array:
+    """|a - b| / |b|, as whole arrays."""
     apart, size = a.astype(mx.float32) - b.astype(mx.float32), b.astype(mx.float32)
-    gap, share = mx.max(mx.abs(apart)), mx.sqrt((apart * apart).sum() / ((size * size).sum() + 1e-30))
-    mx.eval(differ, steps, gap, share)
-    return Difference(differ.item() == 0, a.size, differ.item(), steps.item(), gap.item(), share.item())
+    return mx.sqrt((apart * apart).sum() / ((size * size).sum() + 1e-30))
+
+
+def beyond(a: mx.array, b: mx.array, step: mx.array) -> float:
+    """|a - b| / |b| of two dequantized arrays, without the STEPS of `step` (of their shape) in every element."""
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    over = mx.maximum(mx.abs(a - b) - STEPS * step.astype(mx.float32), 0)
+    return mx.sqrt((over * over).sum() / ((b * b).sum() + 1e-30)).item()
 
 
 def bits(a: mx.array) -> mx.array:
@@ -76,6 +91,7 @@ class Seen:
     output: mx.array
     input: mx.array | None = None  # the first array it was given
     ids: mx.array | None = None  # the first array of integers that it was given, or returned: a router's choice
+    step: mx.array | None = None  # of a quantized cache: the quantization step of every element of the output
 
 
 def kinds(model: nn.Module, cache_layers: list[Any] | None = None) -> dict[str, str]:
@@ -180,3 +196,28 @@ def watching(model: nn.Module, observer: Callable[[Seen], None], names: dict[str
     finally:
         for undo in reversed(restore):
             undo()
+
+
+@contextmanager
+def watching_cache(cache: Cache, paths: Sequence[str], observer: Callable[[Seen], None]) -> Iterator[None]:
+    """Report the rows that quantized caches are given, as they hold them. `paths`: of the layers, in order."""
+    restore = []
+    try:
+        for path, layer in zip(paths, cache.layers, strict=True):
+            leaves = [leaf for leaf in flatten(layer) if hasattr(leaf, "bits")]
+            restore += [tap(leaf, _held_rows(f"{path}.cache", leaf, observer), "update_and_fetch") for leaf in leaves]
+        yield
+    finally:
+        for undo in reversed(restore):
+            undo()
+
+
+def _held_rows(path: str, leaf: Any, observer: Callable[[Seen], None]) -> Callable[[tuple, dict, Any], None]:
+    def seen(args: tuple, kwargs: dict, out: Any) -> None:
+        for name, given, packed in zip(("keys", "values"), args, out, strict=True):
+            rows = [a[..., -given.shape[-2] :, :] for a in packed]
+            held = mx.dequantize(*rows, group_size=leaf.group_size, bits=leaf.bits)
+            step = mx.repeat(mx.abs(rows[1]), leaf.group_size, axis=-1)
+            observer(Seen(f"{path}.{name}", 0, "cache", held, given, step=step))
+
+    return seen

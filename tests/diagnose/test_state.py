@@ -77,7 +77,7 @@ def test_a_part_that_is_known_to_differ_still_shows_missing_rows_and_others_are_
         mx.eval(cache.arrays())
     one, two = (state.leaves(c) for c in caches)
     two[1][1].keys[..., 2, :] += 1.0
-    known = {(0, "keys"), (0, "values")}
+    known = {(0, 0, "keys"), (0, 0, "values")}
     found = state.compare(one, two, LENGTH, newest=8, known=known)
     assert [(d.layer, d.part, d.differing) for d in found] == [(0, "keys", 0), (0, "values", 0), (1, "keys", 0)]
     two[0][1].keys = two[0][1].keys[..., : LENGTH - 3, :]
@@ -90,7 +90,7 @@ def test_a_window_that_is_known_to_have_differed_is_asked_again(two):
     first, _ = two
     kinds = {layer: kind(leaf) for layer, leaf in first}
     assert set(kinds.values()) == {"plain", "window"}
-    known = {(layer, part) for layer in kinds for part in ("keys", "values")}
+    known = {(layer, 0, part) for layer in kinds for part in ("keys", "values")}
     assert {kinds[d.layer] for d in state.compare(first, first, LENGTH, newest=8, known=known)} == {"plain"}
 
 
@@ -194,7 +194,7 @@ def test_a_nan_in_an_old_row_is_no_small_difference(load):
     assert found.verdicts["scripted3"]["a"].verdict == "logic"
     two = [mx.ones((1, 1, 4, 2)), mx.ones((1, 1, 4, 2))]
     two[0][..., 1, 0] = float("nan")
-    (d,) = state._measured([(0, "keys", *two)], None)
+    (d,) = state._measured([((0, 0, "keys"), *two)], None)
     assert d.relative == float("inf") and d.differing == 1
 
 
