@@ -92,4 +92,4 @@ def rounding(own: Collection[float], dtype: mx.Dtype) -> float:
     """The size of the rounding that products showed (`own`: |difference| / |row|), which is that of most of them: a few
     cancel. At least what the dtype rounds by."""
     least = mx.finfo(dtype).eps / 4
-    return max(least, sorted(own)[3 * len(own) // 4]) if own else least
+    return max(least, sorted(own)[3 * (len(own) - 1) // 4]) if own else least

@@ -61,6 +61,17 @@ def rows_rolled(path: str) -> Callable[[Any], Any]:
     return lambda loaded: swapped(dict(loaded.target.model.named_modules())[path], call)
 
 
+def cached_rolled(loaded: Any) -> Any:
+    """A quantized cache holds the rows of a block shifted by one."""
+    quantized = caches.PLAIN[1]
+    update = quantized.update_and_fetch
+
+    def wrong(self: Any, *arrays: mx.array) -> Any:
+        return update(self, *(mx.roll(a, 1, axis=2) if _small(a.shape[2]) else a for a in arrays))
+
+    return replaced(quantized, "update_and_fetch", wrong)
+
+
 def window_narrow(loaded: Any) -> Any:
     """In a block every row sees one key less than its window."""
     make = caches.WindowCache.make_mask

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 import tiny
 import zoo
+from block_faults import TIES
 
 from mtplab.backend import numerics
 from mtplab.decode.settings import Settings
@@ -82,7 +83,7 @@ def noisy(load):
     """A diagnosis of a model under simulated noise, its loaded model, and an ordinary run of the arm."""
     loaded = load("llama")
     kept = mx.array(loaded.target.outer.lm_head.weight)
-    zoo.pair_rows(loaded, zoo.TIES)
+    zoo.pair_rows(loaded, TIES)
     with numerics.simulate(loaded.target, "noise:1e-4@layers.1.mlp.*"):
         yield diagnose(loaded, [DEPTH0, SCRIPTED], tokens=96, seeds=(3, 4)), loaded
     loaded.target.outer.lm_head.weight = kept
@@ -151,7 +152,7 @@ def test_a_fault_on_one_prompt_is_not_covered_by_the_near_ties_of_the_others(loa
     """Three prompts leave by rounding and the fourth is long, and its old rows are overwritten."""
     loaded = load("llama")
     kept = mx.array(loaded.target.outer.lm_head.weight)
-    zoo.pair_rows(loaded, zoo.TIES)
+    zoo.pair_rows(loaded, TIES)
 
     texts = [Text(f"p{s}", tuple(tiny.prompt(s, 60 if s == 6 else 20))) for s in (3, 4, 5, 6)]
     with numerics.simulate(loaded.target, "noise:1e-4@layers.1.mlp.*"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import block_faults
 import mlx.core as mx
 import pytest
 import tiny
@@ -10,6 +11,16 @@ from latent import mla
 from mtplab.backend import numerics
 from mtplab.diagnose.locate import filled, locate
 from mtplab.errors import RequestError
+from mtplab.models.loader import load_target
+
+
+@pytest.fixture
+def tiny_llama_of_32(tmp_path):
+    """Heads of 32 columns, as a quantized cache wants them."""
+    path = tmp_path / "m"
+    tiny.build(path, "llama", head_dim=32)
+    return lambda bits: load_target(path, kv_bits=bits, kv_group_size=32).target
+
 
 LENGTHS = {"llama": 9, "mimo": 9, "qwen3_5": 9, "gemma3_text": 6}
 
@@ -83,6 +94,27 @@ def test_mla_is_the_attention_of_layer_0(dtype):
     target.model.set_dtype(dtype)
     found = locate(target, tiny.prompt(3, 9), [4, 5, 6])
     assert found.first_module == "model.layers.0.self_attn" and found.by_kind()["norm"]["first"] is not None
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_rows_of_a_quantized_cache_are_compared_as_it_holds_them(tiny_llama_of_32, bits):
+    """Under coarse arithmetic they are steps apart, which is not held against the cache; rows of their own are."""
+    target = tiny_llama_of_32(bits)
+    with numerics.simulate(target, "lowp@*"):
+        found = {m.path: m for m in locate(target, tiny.prompt(3, 9), [4, 5, 6, 7]).modules}
+        with block_faults.cached_rolled(None):
+            wrong = {m.path: m for m in locate(target, tiny.prompt(3, 9), [4, 5, 6, 7]).modules}
+    names = [n for n in found if n.startswith("model.layers.0.") and "mlp" not in n]
+    assert names.index("model.layers.0.cache.keys") + 2 == names.index("model.layers.0.self_attn.o_proj")
+    for n in ("keys", "values"):
+        sound, rolled = (m[f"model.layers.0.cache.{n}"] for m in (found, wrong))
+        assert sound.beyond == 0.0 and sound.elements == 4 * 2 * 32
+        assert 1e-3 < sound.given < 1e-2 and sound.relative > 0
+        assert rolled.relative > 1 and (rolled.beyond > 0.3) == (bits > 2)  # of 4 levels, no two are more than 3 apart
+
+
+def test_only_quantized_caches_are_watched(load):
+    assert not [m for m in locate(load("llama").target, tiny.prompt(3, 9), [4, 5]).modules if m.kind == "cache"]
 
 
 def test_a_given_state_is_used_and_left_as_it_was(load):

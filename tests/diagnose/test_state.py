@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faults
+import latent  # noqa: F401  (its tiny models)
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_what_is_measured_of_every_part_is_what_numpy_measures(two, newest, toge
     monkeypatch.setattr(state, "TOGETHER", together)
     wanted = by_hand(*two, newest=newest)
     assert len(wanted) == 6 and len({v[2] for v in wanted.values()}) > 3
-    for known in ((), set(wanted)):
+    for known in ((), {(layer, 0, part) for layer, part in wanted}):
         found = {(d.layer, d.part): d for d in state.compare(*two, LENGTH, newest=newest, known=known)}
         assert found.keys() == wanted.keys()
         for key, (differing, most, share) in wanted.items():
@@ -83,6 +84,22 @@ def test_a_part_that_is_known_to_differ_still_shows_missing_rows_and_others_are_
     two[0][1].keys = two[0][1].keys[..., : LENGTH - 3, :]
     found = state.compare(one, two, LENGTH, newest=8, known=known)
     assert [(d.layer, d.part, d.relative) for d in found][:1] == [(0, "keys", 1.0)]
+
+
+def test_what_is_known_of_an_attention_is_not_known_of_the_indexer_beside_it(load):
+    target = load("deepseek_v32").target
+    caches = [target.new_cache() for _ in range(2)]
+    for cache in caches:
+        target.forward(mx.array(tiny.prompt(4, LENGTH)), cache)
+        mx.eval(cache.arrays())
+    one, two = (state.leaves(c) for c in caches)
+    assert [layer for layer, _ in one] == [0, 0, 1, 1, 2, 2]
+    known = {(0, 0, "keys"), (0, 0, "values")}
+    found = state.compare(one, two, LENGTH, known=known)
+    assert [d.place for d in found] == [(0, 0, "keys"), (0, 0, "values")]
+    two[1][1].keys[..., 2, :] += 1.0
+    found = state.compare(one, two, LENGTH, known=known)
+    assert [d.place for d in found if d.differing] == [(0, 1, "keys")]
 
 
 def test_a_window_that_is_known_to_have_differed_is_asked_again(two):
@@ -221,3 +238,14 @@ def test_a_second_baseline_with_another_state_is_not_a_repetition(load):
 
     diagnoser._lane = spoiled
     assert not diagnoser.run([Text("a", prompt)], [Candidate("depth0", "none", 0)]).reproducible
+
+
+def test_noise_after_the_last_cache_of_the_trunk_is_no_fault_of_the_heads_cache(load):
+    """The hidden rows that a head is given are the last layer's output, which none of the trunk's caches holds."""
+    loaded = load("deepseek_v32")
+    with numerics.simulate(loaded.target, "noise:1e-2@layers.2.*"):
+        diagnoser = Diagnoser(loaded.target, settings=Settings(max_tokens=40), head=loaded.head)
+        found = diagnoser.run([Text("a", tuple(tiny.prompt(3, 24)))], [Candidate("depth2", "mtp", 2)])
+    assert found.verdicts["depth2"]["a"].verdict == "equal", found.verdicts["depth2"]["a"].reason
+    seen = found.prompts[0].lanes["depth2"]
+    assert seen.head_audited > 10 and 0 < seen.off < 0.01

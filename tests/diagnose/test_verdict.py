@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mtplab.diagnose.reference import Choice
@@ -38,7 +40,7 @@ def test_noise_that_was_not_measured_proves_nothing():
 
 
 def test_a_small_gap_does_not_excuse_a_module_that_is_far_off():
-    moved = [Moved("model.layers.0.self_attn.o_proj", "linear", 0.3, made=False)]
+    moved = [Moved("model.layers.0.self_attn.o_proj", "linear", 0.3, made=False, given=0.3)]
     seen, evidence = left(0.0001, 5.6, modules=moved, located=True)
     found = judge(seen, evidence, reproducible=True)
     assert found.verdict == "logic" and found.module == "model.layers.0.self_attn"
@@ -84,9 +86,53 @@ def test_a_module_is_at_fault_if_it_is_far_off_and_suddenly_so(sizes, at_fault):
 def test_the_core_of_an_attention_is_held_to_more_than_a_linear():
     """One key of a window of hundreds moves the output by under a percent; float32 sums do not."""
     before = Moved("layers.0.self_attn.q_proj", "linear", 1e-7)
-    assert module_at_fault([before, Moved("layers.0.self_attn.o_proj", "linear", 8e-3, made=False)]) is not None
+    handed = Moved("layers.0.self_attn.o_proj", "linear", 8e-3, made=False, given=8e-3)
+    assert module_at_fault([before, handed]) is handed and handed.culprit == "layers.0.self_attn"
+    assert module_at_fault([before, Moved("layers.0.self_attn", "attention", 8e-3)]) is not None
     assert module_at_fault([before, Moved("layers.0.mlp.up_proj", "linear", 8e-3)]) is None
-    assert module_at_fault([before, Moved("layers.0.self_attn.o_proj", "linear", 8e-3, made=False, wide=False)]) is None
+    assert module_at_fault([before, replace(handed, wide=False)]) is None
+
+
+def test_a_linear_that_rounds_coarsely_is_no_fault_of_what_is_around_it():
+    """Its input hardly differs: nothing happened between the modules."""
+    before = Moved("layers.1", "block", 6e-7)
+    assert (
+        module_at_fault([before, Moved("layers.2.self_attn.q_a_proj", "linear", 7e-3, made=False, given=6e-7)]) is None
+    )
+
+
+def test_what_a_module_was_handed_counts_as_moved_before():
+    norm = Moved("layers.0.norm", "norm", 1e-3, made=False, given=4e-3, wide=False)
+    up = Moved("layers.1.up_proj", "linear", 0.033)
+    assert module_at_fault([norm, up]) is up
+    assert module_at_fault([replace(norm, given=5e-3), up]) is None
+
+
+def test_a_module_that_is_off_by_far_more_than_its_input_is_named_itself():
+    moved = Moved("layers.1.self_attn.v_proj", "linear", 1.4, made=False, given=1e-3)
+    assert module_at_fault([Moved("layers.0", "block", 1e-3), moved]).culprit == "layers.1.self_attn.v_proj"
+
+
+def test_what_rounding_does_to_the_same_rows_is_held_against_nobody():
+    before = Moved("layers.0.linear_attn.in_proj_qkv", "linear", 3e-3)
+    norm = Moved("layers.0.linear_attn.norm", "norm", 0.09, made=False, given=5e-3)
+    assert module_at_fault([before, norm]) is norm
+    assert module_at_fault([before, replace(norm, reach=(0.02, 4e-3))]) is None
+    assert module_at_fault([before, replace(norm, reach=(0.01, 4e-3))]) is not None
+    core = Moved("layers.0.self_attn.o_proj", "linear", 0.02, made=False, given=0.02)
+    fine = replace(before, relative=1e-6)
+    assert module_at_fault([fine, core]) is core
+    assert module_at_fault([fine, replace(core, reach=(0.0, 4e-3))]) is None
+
+
+def test_steps_of_a_quantized_cache_are_no_fault_and_what_goes_beyond_them_is():
+    made = [Moved("layers.0.self_attn.v_proj", "linear", 3e-3)]
+    rows = Moved("layers.0.cache.values", "cache", 0.2, made=False, given=3e-3, beyond=0.0)
+    handed = Moved("layers.0.self_attn.o_proj", "linear", 0.15, made=False, given=0.15)
+    assert module_at_fault([*made, rows, handed]) is None
+    assert module_at_fault([*made, handed]) is handed
+    beyond = replace(rows, relative=1.4, beyond=0.9)
+    assert module_at_fault([*made, beyond, handed]) is beyond and beyond.culprit == "layers.0.cache.values"
 
 
 def test_ulps_by_hand():
