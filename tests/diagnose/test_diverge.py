@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 import tiny
 import zoo
+import zoo_cases
 from block_faults import TIES
 
 from mtplab.backend import numerics
@@ -157,7 +158,7 @@ def test_a_fault_on_one_prompt_is_not_covered_by_the_near_ties_of_the_others(loa
     texts = [Text(f"p{s}", tuple(tiny.prompt(s, 60 if s == 6 else 20))) for s in (3, 4, 5, 6)]
     with numerics.simulate(loaded.target, "noise:1e-4@layers.1.mlp.*"):
         found = Diagnoser(
-            loaded.target, settings=Settings(max_tokens=24), locate=locate, tamper=zoo.late_overwrite(1, 60)
+            loaded.target, settings=Settings(max_tokens=24), locate=locate, tamper=zoo_cases.late_overwrite(1, 60)
         ).run(texts, [SCRIPTED])
     loaded.target.outer.lm_head.weight = kept
     verdicts = {p: v.verdict for p, v in found.verdicts["scripted3"].items()}
@@ -171,7 +172,7 @@ def test_a_state_that_is_off_once_only_is_no_equality(load):
 
     def tamper(parts):
         calls.append(1)
-        return zoo.late_overwrite(1, 0)(parts) if len(calls) == 1 else parts
+        return zoo_cases.late_overwrite(1, 0)(parts) if len(calls) == 1 else parts
 
     found = diagnose(load("llama"), [SCRIPTED], tokens=16, tamper=tamper)
     verdict, made = found.verdicts["scripted3"]["p3"], document(found)
