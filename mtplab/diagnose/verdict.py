@@ -133,7 +133,8 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
         return Verdict("unknown", "the baseline does not repeat itself, so no difference from it can be explained")
     if evidence is not None and (bad := module_at_fault(evidence.modules)) is not None:
         why = f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from the same rows"
-        reason = f"{why} one by one, from one identical state: no rounding is that large"
+        reason = f"{why} one by one, from one identical state: "
+        reason += f"rounding moves them by {max(bad.reach):.1g}" if any(bad.reach) else "no rounding is that large"
         position = evidence.leave.position if evidence.leave else None
         return Verdict("logic", reason, module=bad.culprit, position=position, kind="block")
     if evidence is not None and seen.off > max(SUSPECT, REPEATS * evidence.seen.off):

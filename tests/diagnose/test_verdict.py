@@ -44,6 +44,9 @@ def test_a_small_gap_does_not_excuse_a_module_that_is_far_off():
     seen, evidence = left(0.0001, 5.6, modules=moved, located=True)
     found = judge(seen, evidence, reproducible=True)
     assert found.verdict == "logic" and found.module == "model.layers.0.self_attn"
+    assert found.reason.endswith("no rounding is that large")
+    evidence.modules = [replace(moved[0], reach=(0.021, 0.018))]
+    assert judge(seen, evidence, reproducible=True).reason.endswith("rounding moves them by 0.02")
 
 
 def test_a_wrong_state_is_logic_at_any_gap():
