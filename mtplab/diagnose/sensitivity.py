@@ -21,7 +21,7 @@ from mtplab.diagnose import watch
 from mtplab.models.cache import Cache
 from mtplab.models.target import Target
 
-TIMES = 2  # the noise is drawn; the larger of so many draws counts
+TIMES = 8  # the noise is drawn, and one draw may hardly touch what cancels: the largest of so many counts
 
 Moves = dict[tuple[str, str], tuple[float, float]]  # (path, kind) -> largest |move| / |row| of the output, of the input
 

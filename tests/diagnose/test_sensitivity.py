@@ -24,7 +24,7 @@ def test_every_linear_of_the_first_layer_moves_by_what_was_put_in(load):
     found = moves(load("llama").target, 1e-3)
     for name in ("q_proj", "k_proj", "v_proj"):
         out, given = found[f"model.layers.0.self_attn.{name}"]
-        assert 0.7e-3 < given < 1.6e-3  # of 32 columns, the largest of 3 rows and 2 draws
+        assert 0.8e-3 < given < 1.8e-3  # of 32 columns, the largest of 3 rows and 8 draws
         assert 1.0e-3 < out < 4e-3
 
 
