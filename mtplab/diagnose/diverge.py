@@ -30,7 +30,7 @@ from mtplab.diagnose.lane import Lane
 from mtplab.diagnose.reference import Reference
 from mtplab.diagnose.seen import Seen
 from mtplab.diagnose.shadow import Shadow
-from mtplab.diagnose.verdict import SUSPECT, Evidence, Moved, Verdict, covered, judge, module_at_fault
+from mtplab.diagnose.verdict import PRODUCTS, SUSPECT, Evidence, Moved, Verdict, covered, judge, module_at_fault
 from mtplab.errors import RequestError
 from mtplab.models.cache import Cache
 from mtplab.models.heads import Head
@@ -40,7 +40,6 @@ from mtplab.records.types import Verify
 AGAIN = "baseline"  # the baseline a second time: is it reproducible?
 CLOSER = 2  # prompts of an arm that leave, and as many whose state is far off, get a second look at once
 MOST = 8  # and so many at most, where what was measured on those does not cover the others
-PRODUCTS = ("linear", "quantized linear", "router", "unembedding")
 EXPLAINED = 8  # divergences that the modules are sought for
 Locate = Callable[..., Any]  # see `diagnose.locate.locate`
 
@@ -279,10 +278,10 @@ class Diagnoser:
 
     def _measured(self, modules: list[Moved], block: Sequence[int], cache: Cache) -> list[Moved]:
         """What rounding does to these very rows, before anything is held against a module."""
-        bad = module_at_fault(modules)
-        if bad is None:
+        if module_at_fault(modules) is None and not any(m.by_rows and m.relative > SUSPECT for m in modules):
             return modules
-        own = [m.relative for m in modules[: modules.index(bad)] if m.own and m.kind in PRODUCTS]
+        small = [m for m in modules if m.choice is None and m.relative <= SUSPECT]
+        own = [m.relative for m in small if m.own and m.kind in PRODUCTS]
         size = sensitivity.rounding(own, getattr(mx, self.dtype))
         reach = sensitivity.reach(self.target, block, cache, size)
         return [replace(m, reach=reach.get((m.path, m.kind), m.reach)) for m in modules]
@@ -350,9 +349,9 @@ def place(seen: Seen) -> int | None:
         places += [seen.leaves[0].position, max(seen.leaves, key=lambda x: x.gap).position]
     if places:
         return max(places)
-    if seen.first_rounded is not None:
-        return seen.first_rounded[0] + 8
-    return None
+    first = [seen.first_rounded[0]] if seen.first_rounded is not None else []
+    first += [seen.first_differs] if seen.first_differs is not None else []
+    return min(first) + 8 if first else None
 
 
 def check_texts(texts: Sequence[Text]) -> None:

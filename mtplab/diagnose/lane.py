@@ -153,6 +153,8 @@ class Lane:
                 continue
             self.seen.rows_differ += 1
             self.seen.row_diffs.append(diff)
+            if self.seen.first_differs is None:
+                self.seen.first_differs = at + j
             if choice.first != self.reference.tokens[at + j]:
                 self.left_at = self.left_at or block
                 self._left(at + j, len(block.tokens) - 1, choice, wanted[j], diff, noise)

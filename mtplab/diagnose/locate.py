@@ -109,11 +109,11 @@ def locate(
     cache = filled(target, prefix_tokens, prompt) if cache is None else cache
     before, tokens = cache.length, mx.array(list(block))
     names = watch.kinds(target.model, cache.layers)
-    whole, paths = _Whole(), watch.layer_paths(target.model)
+    whole = _Whole()
     start = cache if chain is None else chain
     with (
         watch.watching(target.model, whole.add, names),
-        watch.watching_cache(start, paths, whole.add),
+        watch.watching_cache(target.model, start, whole.add),
         start.attempt(len(block)),
     ):
         mx.eval(target.forward(tokens, start).logits, whole.outputs())
@@ -121,7 +121,7 @@ def locate(
     with cache.attempt(len(block), singly=True):
         for r in range(len(block)):
             rows.start(r)
-            with watch.watching(target.model, rows.add, names), watch.watching_cache(cache, paths, rows.add):
+            with watch.watching(target.model, rows.add, names), watch.watching_cache(target.model, cache, rows.add):
                 mx.eval(target.forward(tokens[r : r + 1], cache).logits, cache.arrays())
     modules = rows.result()
     first = next((m for m in modules if not m.equal), None)

@@ -47,6 +47,7 @@ class Seen:
     leaves: list[Leave] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     rows_differ: int = 0
+    first_differs: int | None = None  # position of the first of them
     row_diffs: list[float] = field(default_factory=list)  # of the rows that differ
     state_equal: int = 0  # verifies whose whole state was equal in every bit
     state_rounded: int = 0

@@ -43,12 +43,11 @@ def reach(target: Target, block: Sequence[int], cache: Cache, size: float) -> Mo
 def _rows(
     target: Target, block: Sequence[int], cache: Cache, names: dict[str, str]
 ) -> Iterator[dict[tuple[str, str, int], watch.Seen]]:
-    paths = watch.layer_paths(target.model)
     with cache.attempt(len(block), singly=True):
         for token in block:
             seen: dict[tuple[str, str, int], watch.Seen] = {}
             add = lambda s, seen=seen: seen.__setitem__((s.path, s.kind, s.call), s)  # noqa: E731
-            with watch.watching(target.model, add, names), watch.watching_cache(cache, paths, add):
+            with watch.watching(target.model, add, names), watch.watching_cache(target.model, cache, add):
                 logits = target.forward(mx.array([token]), cache).logits
             mx.eval(logits, cache.arrays(), [a for s in seen.values() for a in (s.output, s.input) if a is not None])
             yield seen

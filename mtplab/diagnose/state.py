@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
+from mtplab.diagnose.watch import cache_paths
 from mtplab.models.cache import Cache, flatten, kind
 from mtplab.models.target import Target
 
@@ -254,6 +254,5 @@ def head_state(caches: Sequence[Any], rows: int | None = None) -> list[tuple[int
 
 
 def layer_paths(target: Target) -> list[str]:
-    """The path of every layer in the checkpoint ("model.layers.3"), by its number."""
-    names = {id(m): n for n, m in target.model.named_modules() if isinstance(m, nn.Module)}
-    return [names.get(id(layer), f"layers.{i}") for i, layer in enumerate(target.model.layers)]
+    """The path in the checkpoint ("model.layers.3") of the layer that each cache belongs to, by the cache's number."""
+    return cache_paths(target.model, len(target.cache_kinds))

@@ -21,6 +21,9 @@ JUMP = 8.0  # a module at fault is so many times further off than everything bef
 # out further off than this, not even with 10-bit products.
 CORE_SUSPECT, CORE_JUMP = 2.0**-8, 256.0
 REPEATS = 2.0  # the second run of the same passes: further off the first time means that the arm does not repeat itself
+PRODUCTS = ("linear", "quantized linear", "router", "unembedding")
+# What works on each row alone hands its input's difference on: a module that makes more of it is at fault.
+BY_ROWS = 4.0
 WINDOW = 2.0  # gap <= WINDOW x noise
 
 
@@ -38,6 +41,10 @@ class Moved:
     given: float = 0.0
     beyond: float | None = None
     reach: tuple[float, float] = (0.0, 0.0)  # of rounding, in output and input, where it was measured: `sensitivity`
+
+    @property
+    def by_rows(self) -> bool:
+        return self.kind in PRODUCTS or self.kind == "norm"
 
     @property
     def own(self) -> bool:
@@ -116,6 +123,8 @@ def module_at_fault(modules: Sequence[Moved]) -> Moved | None:
         own, (out, given) = m.relative if m.beyond is None else m.beyond, m.reach
         core, bound = (m.relative, out) if m.kind in ("attention", "recurrent mixer") else (m.given, given)
         if own > max(SUSPECT, JUMP * before, JUMP * out):
+            return m
+        if m.by_rows and out and own > max(SUSPECT, BY_ROWS * m.given, BY_ROWS * out):
             return m
         if m.wide and core > max(CORE_SUSPECT, CORE_JUMP * before, JUMP * bound):  # what comes from between modules
             return m

@@ -17,6 +17,7 @@ import mlx.nn as nn
 
 from mtplab.models.cache import Cache, flatten, kind
 from mtplab.models.tap import tap
+from mtplab.models.target import with_cache
 
 KINDS = (
     "embedding", "linear", "quantized linear", "cache", "attention", "recurrent mixer", "norm", "router", "experts",
@@ -102,7 +103,7 @@ def kinds(model: nn.Module, cache_layers: list[Any] | None = None) -> dict[str, 
     for path, module in named:
         out[path] = _kind(path, module)
     if cache_layers is not None:
-        for path, layer in zip(layer_paths(model), cache_layers, strict=True):
+        for path, layer in zip(cache_paths(model, len(cache_layers)), cache_layers, strict=True):
             if any(kind(leaf) == "state" for leaf in flatten(layer)):
                 out |= {p: "recurrent mixer" for p, k in out.items() if k == "attention" and p.startswith(path + ".")}
     return out
@@ -110,8 +111,19 @@ def kinds(model: nn.Module, cache_layers: list[Any] | None = None) -> dict[str, 
 
 def layer_paths(model: nn.Module) -> list[str]:
     """The path of every decoder layer, in order."""
-    paths = {id(m): p for p, m in model.named_modules()}
-    return [paths[id(layer)] for layer in model.layers]
+    return _paths(model, model.layers)
+
+
+def cache_paths(model: nn.Module, count: int) -> list[str]:
+    """The path of the layer that each of the model's `count` caches belongs to."""
+    return _paths(model, with_cache(model, count))
+
+
+def _paths(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+    paths: dict[int, str] = {}
+    for path, module in model.named_modules():
+        paths.setdefault(id(module), path)
+    return [paths.get(id(layer), f"layers.{i}") for i, layer in enumerate(layers)]
 
 
 ROUTERS = ("gate", "router")
@@ -185,10 +197,13 @@ def watching(model: nn.Module, observer: Callable[[Seen], None], names: dict[str
         return seen
 
     try:
-        # mlx-lm's SwitchGLU layers share one activation: its calls belong to no path of their own.
-        owners = Counter(id(m) for _, m in model.named_modules())
+        # mlx-lm's SwitchGLU layers share one activation: its calls belong to no path of their own. A layer that the
+        # model runs twice goes by its first path.
+        owners, seen = Counter(id(m) for _, m in model.named_modules()), set()
         for path, module in model.named_modules():
-            if path in names and owners[id(module)] == 1:
+            shared = owners[id(module)] > 1 and (id(module) in seen or not module.parameters())
+            seen.add(id(module))
+            if path in names and not shared:
                 restore.append(tap(module, report(path, names[path])))
                 if names[path] == "embedding":
                     restore.append(tap(module, report(path, "unembedding"), "as_linear"))
@@ -199,25 +214,28 @@ def watching(model: nn.Module, observer: Callable[[Seen], None], names: dict[str
 
 
 @contextmanager
-def watching_cache(cache: Cache, paths: Sequence[str], observer: Callable[[Seen], None]) -> Iterator[None]:
-    """Report the rows that quantized caches are given, as they hold them. `paths`: of the layers, in order."""
-    restore = []
+def watching_cache(model: nn.Module, cache: Cache, observer: Callable[[Seen], None]) -> Iterator[None]:
+    """Report the rows that quantized caches are given, as they hold them."""
+    restore, calls = [], Counter()  # a layer that the model runs twice has two caches
     try:
-        for path, layer in zip(paths, cache.layers, strict=True):
-            leaves = [leaf for leaf in flatten(layer) if hasattr(leaf, "bits")]
-            restore += [tap(leaf, _held_rows(f"{path}.cache", leaf, observer), "update_and_fetch") for leaf in leaves]
+        for path, layer in zip(cache_paths(model, len(cache.layers)), cache.layers, strict=True):
+            for leaf in flatten(layer):
+                if hasattr(leaf, "bits"):
+                    report = _held_rows(f"{path}.cache", calls[path], leaf, observer)
+                    restore.append(tap(leaf, report, "update_and_fetch"))
+                    calls[path] += 1
         yield
     finally:
         for undo in reversed(restore):
             undo()
 
 
-def _held_rows(path: str, leaf: Any, observer: Callable[[Seen], None]) -> Callable[[tuple, dict, Any], None]:
+def _held_rows(path: str, call: int, leaf: Any, observer: Callable[[Seen], None]) -> Callable[[tuple, dict, Any], None]:
     def seen(args: tuple, kwargs: dict, out: Any) -> None:
         for name, given, packed in zip(("keys", "values"), args, out, strict=True):
             rows = [a[..., -given.shape[-2] :, :] for a in packed]
             held = mx.dequantize(*rows, group_size=leaf.group_size, bits=leaf.bits)
             step = mx.repeat(mx.abs(rows[1]), leaf.group_size, axis=-1)
-            observer(Seen(f"{path}.{name}", 0, "cache", held, given, step=step))
+            observer(Seen(f"{path}.{name}", call, "cache", held, given, step=step))
 
     return seen

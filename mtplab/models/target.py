@@ -56,9 +56,10 @@ class Tape:
         self.recording = True
 
 
-def _with_cache(model: nn.Module) -> list[nn.Module]:
-    """The layers in the order of their caches: some models (Nemotron-H) have layers that keep none."""
-    return [x for x in model.layers if getattr(x, "block_type", "*") in ("M", "*")]
+def with_cache(model: nn.Module, count: int) -> list[nn.Module]:
+    """The layers in the order of their `count` caches: Nemotron-H has layers that keep none, and the last layers of
+    Gemma 3n and 4 read what earlier ones keep."""
+    return [x for x in model.layers if getattr(x, "block_type", "*") in ("M", "*")][:count]
 
 
 def first_rows(value: Any, rows: int) -> Any:
@@ -97,7 +98,7 @@ class Target:
         recurrent = [
             i for i, layer in enumerate(fresh) if any(caches.kind(x) == "state" for x in caches.flatten(layer))
         ]
-        self.tape = Tape(_with_cache(model), recurrent) if recurrent else None
+        self.tape = Tape(with_cache(model, len(fresh)), recurrent) if recurrent else None
         self.cache_kinds = [[caches.kind(x) for x in caches.flatten(layer)] for layer in fresh]
 
     def _final_norm(self) -> nn.Module:

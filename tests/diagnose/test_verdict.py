@@ -120,12 +120,21 @@ def test_what_rounding_does_to_the_same_rows_is_held_against_nobody():
     before = Moved("layers.0.linear_attn.in_proj_qkv", "linear", 3e-3)
     norm = Moved("layers.0.linear_attn.norm", "norm", 0.09, made=False, given=5e-3)
     assert module_at_fault([before, norm]) is norm
-    assert module_at_fault([before, replace(norm, reach=(0.02, 4e-3))]) is None
+    assert module_at_fault([before, replace(norm, reach=(0.03, 4e-3))]) is None
     assert module_at_fault([before, replace(norm, reach=(0.01, 4e-3))]) is not None
     core = Moved("layers.0.self_attn.o_proj", "linear", 0.02, made=False, given=0.02)
     fine = replace(before, relative=1e-6)
     assert module_at_fault([fine, core]) is core
     assert module_at_fault([fine, replace(core, reach=(0.0, 4e-3))]) is None
+
+
+def test_what_is_far_off_elsewhere_excuses_no_module_that_works_on_rows_alone():
+    """A step of a cache, or another expert, is carried on; a linear that makes more of its input than that is wrong."""
+    cache = Moved("layers.0.cache.keys", "cache", 0.3, made=False, given=3e-3, beyond=0.0)
+    down = Moved("layers.2.mlp.down_proj", "linear", 0.5, made=False, given=0.1, reach=(0.1, 0.1))
+    assert module_at_fault([cache, down]) is down
+    for changed in ({"given": 0.13}, {"reach": (0.13, 0.1)}, {"reach": (0.0, 0.0)}, {"kind": "block"}):
+        assert module_at_fault([cache, replace(down, **changed)]) is None
 
 
 def test_steps_of_a_quantized_cache_are_no_fault_and_what_goes_beyond_them_is():
