@@ -42,3 +42,31 @@ def mla(**changes) -> Target:
     tiny.randomize(model, 0)
     model.eval()
     return Target(model)
+
+
+# Fewer caches than layers: Nemotron-H has layers without one, and Gemma 4's last layers read what earlier ones keep.
+FEWER = {
+    "nemotron_h": {
+        "model_type": "nemotron_h", "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 5, "max_position_embeddings": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "attention_bias": False, "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_proj_bias": False,
+        "ssm_state_size": 8, "conv_kernel": 4, "n_groups": 2, "mlp_bias": False, "layer_norm_epsilon": 1e-6,
+        "use_bias": False, "use_conv_bias": True, "hybrid_override_pattern": ["M", "-", "*", "M", "-"], "head_dim": 8,
+    },
+    "gemma4_text": {
+        "model_type": "gemma4_text", "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
+        "vocab_size_per_layer_input": tiny.VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2,
+        "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+    },
+}  # fmt: skip
+
+
+def fewer(kind: str) -> Target:
+    """A tiny model of FEWER."""
+    model_class, args_class = mlxlm.classes(FEWER[kind])
+    model = model_class(args_class.from_dict(dict(FEWER[kind])))
+    tiny.randomize(model, 0)
+    model.eval()
+    return Target(model)

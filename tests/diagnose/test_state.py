@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import block_faults
 import faults
-import latent  # noqa: F401  (its tiny models)
 import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from latent import fewer
 
 from mtplab.backend import numerics
 from mtplab.decode.settings import Settings
@@ -15,6 +16,7 @@ from mtplab.diagnose import state
 from mtplab.diagnose.candidates import Candidate
 from mtplab.diagnose.diverge import AGAIN, Diagnoser, Text
 from mtplab.diagnose.lane import LATER
+from mtplab.diagnose.locate import locate
 from mtplab.diagnose.reference import AHEAD, choices, read_choices
 from mtplab.models.cache import kind
 
@@ -249,3 +251,34 @@ def test_noise_after_the_last_cache_of_the_trunk_is_no_fault_of_the_heads_cache(
     assert found.verdicts["depth2"]["a"].verdict == "equal", found.verdicts["depth2"]["a"].reason
     seen = found.prompts[0].lanes["depth2"]
     assert seen.head_audited > 10 and 0 < seen.off < 0.01
+
+
+@pytest.mark.parametrize(
+    "kind, number, named", [("nemotron_h", 1, "backbone.layers.2"), ("gemma4_text", 1, "model.layers.1")]
+)
+def test_models_with_fewer_caches_than_layers_are_looked_at_and_the_right_layer_is_named(kind, number, named):
+    target = fewer(kind)
+    text, arm = Text("a", tuple(tiny.prompt(3, 24))), Candidate("scripted3", "scripted", 3)
+    assert len(target.new_cache().layers) < len(target.model.layers)
+    with numerics.simulate(target, "noise:1e-3@*"):
+        diagnoser = Diagnoser(target, settings=Settings(max_tokens=24), locate=locate)
+        found = diagnoser.run([text], [arm])
+        assert found.verdicts["scripted3"]["a"].verdict in ("equal", "numeric")
+        assert found.evidence["scripted3"][0].modules
+        tamper = overwritten(number, 3)
+        diagnoser = Diagnoser(target, settings=Settings(max_tokens=24), locate=locate, tamper=tamper)
+        verdict = diagnoser.run([text], [arm]).verdicts["scripted3"]["a"]
+    assert verdict.verdict == "logic" and verdict.reason.startswith(f"{named}: values are off"), verdict.reason
+
+
+def test_rows_that_differ_are_looked_at_though_every_token_and_state_is_equal(load):
+    """Nothing behind the unembedding shows what it does to a block."""
+    loaded = load("llama")
+    head = loaded.target.model.lm_head
+    scaled = lambda inner, x: inner(x) * (1.5 if x.shape[1] > 1 else 1.0)  # noqa: E731
+    with block_faults.swapped(head, scaled):
+        diagnoser = Diagnoser(loaded.target, settings=Settings(max_tokens=24), locate=locate)
+        found = diagnoser.run([Text("a", tuple(tiny.prompt(3, 24)))], [Candidate("scripted3", "scripted", 3)])
+    seen, verdict = found.prompts[0].lanes["scripted3"], found.verdicts["scripted3"]["a"]
+    assert seen.rows_differ and not seen.leaves and not seen.state_rounded
+    assert (verdict.verdict, verdict.module) == ("logic", "lm_head"), verdict.reason
