@@ -278,13 +278,20 @@ class Diagnoser:
 
     def _measured(self, modules: list[Moved], block: Sequence[int], cache: Cache) -> list[Moved]:
         """What rounding does to these very rows, before anything is held against a module."""
-        if module_at_fault(modules) is None and not any(m.by_rows and m.relative > SUSPECT for m in modules):
+        chosen = next((m for m in modules if m.choice == "set"), None)  # what comes after it chooses for other rows
+        far = any(m.by_rows and m.relative > SUSPECT for m in modules)
+        if module_at_fault(modules) is None and not far and chosen is None:
             return modules
         small = [m for m in modules if m.choice is None and m.relative <= SUSPECT]
         own = [m.relative for m in small if m.own and m.kind in PRODUCTS]
         size = sensitivity.rounding(own, getattr(mx, self.dtype))
         reach = sensitivity.reach(self.target, block, cache, size)
-        return [replace(m, reach=reach.get((m.path, m.kind), m.reach)) for m in modules]
+        modules = [replace(m, reach=reach.get((m.path, m.kind), m.reach)) for m in modules]
+        if chosen is not None:
+            wide = sensitivity.WIDER * max(size, chosen.given)
+            if (chosen.path, chosen.kind) not in sensitivity.ties(self.target, block, cache, wide):
+                modules = [replace(m, choice="wrong") if m.choice == "set" else m for m in modules]
+        return modules
 
     def _intervene(self, out: Diagnosis) -> None:
         """The smallest set of modules that, run row by row, makes the numeric divergences go away."""

@@ -22,6 +22,9 @@ from mtplab.models.cache import Cache
 from mtplab.models.target import Target
 
 TIMES = 8  # the noise is drawn, and one draw may hardly touch what cancels: the largest of so many counts
+# Rounding that did decide a choice is as likely as not to fall on the other side, and draws ten times its size do so in
+# nearly half of the times: that none of so many does is no accident.
+DRAWS, WIDER = 16, 10.0
 
 Moves = dict[tuple[str, str], tuple[float, float]]  # (path, kind) -> largest |move| / |row| of the output, of the input
 
@@ -40,6 +43,23 @@ def reach(target: Target, block: Sequence[int], cache: Cache, size: float) -> Mo
     return out
 
 
+def ties(target: Target, block: Sequence[int], cache: Cache, size: float) -> set[tuple[str, str]]:
+    """(path, kind) of every module whose ids (a router's choice) are another set, in some row, in one of DRAWS draws of
+    noise of `size`: those that rounding, a good deal smaller, may decide."""
+    names = watch.kinds(target.model, cache.layers)
+    still, out = list(_rows(target, block, cache, names)), set()
+    for seed in range(DRAWS):
+        with _stirred(target.model, size, seed):
+            for rows, moved in zip(still, _rows(target, block, cache, names), strict=True):
+                out |= {k[:2] for k, s in rows.items() if s.ids is not None and _other(s.ids, moved.get(k))}
+    return out
+
+
+def _other(ids: mx.array, moved: watch.Seen | None) -> bool:
+    same = moved is not None and moved.ids is not None and moved.ids.shape == ids.shape
+    return not same or mx.any(mx.sort(ids) != mx.sort(moved.ids)).item()
+
+
 def _rows(
     target: Target, block: Sequence[int], cache: Cache, names: dict[str, str]
 ) -> Iterator[dict[tuple[str, str, int], watch.Seen]]:
@@ -49,7 +69,9 @@ def _rows(
             add = lambda s, seen=seen: seen.__setitem__((s.path, s.kind, s.call), s)  # noqa: E731
             with watch.watching(target.model, add, names), watch.watching_cache(target.model, cache, add):
                 logits = target.forward(mx.array([token]), cache).logits
-            mx.eval(logits, cache.arrays(), [a for s in seen.values() for a in (s.output, s.input) if a is not None])
+            mx.eval(
+                logits, cache.arrays(), [a for s in seen.values() for a in (s.output, s.input, s.ids) if a is not None]
+            )
             yield seen
 
 

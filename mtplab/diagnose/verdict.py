@@ -37,7 +37,7 @@ class Moved:
     ulps: int = 0
     made: bool = True  # its own input had the same bits
     wide: bool = True  # computed in float32
-    choice: str | None = None  # see `locate.ModuleDiff`, these three
+    choice: str | None = None  # see `locate.ModuleDiff`, these three; "wrong": another set, and no near-tie
     given: float = 0.0
     beyond: float | None = None
     reach: tuple[float, float] = (0.0, 0.0)  # of rounding, in output and input, where it was measured: `sensitivity`
@@ -54,7 +54,8 @@ class Moved:
     @property
     def culprit(self) -> str:
         """The module itself, or the one around it where the difference comes from between its parts (an attention)."""
-        return self.path if self.own or "." not in self.path else self.path.rsplit(".", 1)[0]
+        own = self.own and not (self.choice == "wrong" and self.kind == "experts")  # they are told what was chosen
+        return self.path if own or "." not in self.path else self.path.rsplit(".", 1)[0]
 
 
 @dataclass(slots=True)
@@ -114,6 +115,8 @@ def module_at_fault(modules: Sequence[Moved]) -> Moved | None:
     """
     before, shuffled = 0.0, set()
     for m in modules:
+        if m.choice == "wrong":
+            return m
         if m.choice == "set":
             before = max(before, m.relative, 1.0)
         if m.choice == "order":
@@ -141,11 +144,8 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
     if not reproducible and (seen.leaves or seen.rows_differ):
         return Verdict("unknown", "the baseline does not repeat itself, so no difference from it can be explained")
     if evidence is not None and (bad := module_at_fault(evidence.modules)) is not None:
-        why = f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from the same rows"
-        reason = f"{why} one by one, from one identical state: "
-        reason += f"rounding moves them by {max(bad.reach):.1g}" if any(bad.reach) else "no rounding is that large"
         position = evidence.leave.position if evidence.leave else None
-        return Verdict("logic", reason, module=bad.culprit, position=position, kind="block")
+        return Verdict("logic", _blame(bad), module=bad.culprit, position=position, kind="block")
     if evidence is not None and seen.off > max(SUSPECT, REPEATS * evidence.seen.off):
         reason = f"the state was off by {seen.off:.2g} of itself, and in a closer look by {evidence.seen.off:.2g} only"
         return Verdict("unknown", reason, verify=seen.worst_at[1], position=seen.worst_at[0], kind="state")
@@ -157,6 +157,18 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
     if seen.end in ("short", "long"):
         return Verdict("length", f"equal through {seen.compared} tokens, then the arm's text is too {seen.end}")
     return Verdict("equal", f"equal through {seen.compared} tokens")
+
+
+def _blame(bad: Moved) -> str:
+    if bad.choice == "wrong":
+        return (
+            f"{bad.culprit} makes another choice for a block's rows than for the same rows one by one, and not by a tie"
+        )
+    why = (
+        f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from the same rows one by one"
+    )
+    moves = f"rounding moves them by {max(bad.reach):.1g}" if any(bad.reach) else "no rounding is that large"
+    return f"{why}, from one identical state: {moves}"
 
 
 def _first(faults: Sequence[Fault]) -> Fault:

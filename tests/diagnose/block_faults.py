@@ -52,11 +52,14 @@ def routers_tied(loaded: Any) -> Iterator[None]:
 
 
 def rows_rolled(path: str) -> Callable[[Any], Any]:
-    """The rows of one linear are shifted by one inside a block, the first one keeping its own."""
+    """The rows of one module are shifted by one inside a block, the first one keeping its own."""
 
-    def call(inner: Any, x: mx.array) -> mx.array:
-        y = inner(x)
+    def shifted(y: mx.array) -> mx.array:
         return mx.concatenate([y[:, :1], y[:, :-1]], axis=1) if _small(y.shape[1]) else y
+
+    def call(inner: Any, x: mx.array) -> Any:
+        y = inner(x)
+        return tuple(map(shifted, y)) if isinstance(y, tuple) else shifted(y)
 
     return lambda loaded: swapped(dict(loaded.target.model.named_modules())[path], call)
 

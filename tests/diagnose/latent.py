@@ -26,6 +26,7 @@ tiny.CONFIGS.setdefault("qwen3_moe", tiny.LLAMA | {
     "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 16,
 })  # fmt: skip
+tiny.CONFIGS.setdefault("deepseek_moe", DEEPSEEK)
 # With an indexer beside the attention: two caches a layer, in the trunk and in the head. It chooses among more than
 # index_topk rows.
 tiny.CONFIGS.setdefault("deepseek_v32", tiny.CONFIGS["deepseek_v3"] | {

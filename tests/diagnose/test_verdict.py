@@ -137,6 +137,16 @@ def test_what_is_far_off_elsewhere_excuses_no_module_that_works_on_rows_alone():
         assert module_at_fault([cache, replace(down, **changed)]) is None
 
 
+def test_a_choice_that_no_tie_explains_is_the_routers_own_or_made_before_the_experts_are_told():
+    gate = Moved("layers.1.mlp.gate", "router", 1.0, choice="wrong")
+    told = Moved("layers.1.mlp.switch_mlp", "experts", 1.3, choice="wrong")
+    assert gate.culprit == "layers.1.mlp.gate" and told.culprit == "layers.1.mlp"
+    for m in (gate, told):
+        assert module_at_fault([m]) is m and module_at_fault([replace(m, choice="set")]) is None
+    seen, evidence = left(0.01, 5.0, modules=[gate], located=True)
+    assert "another choice" in judge(seen, evidence, reproducible=True).reason
+
+
 def test_steps_of_a_quantized_cache_are_no_fault_and_what_goes_beyond_them_is():
     made = [Moved("layers.0.self_attn.v_proj", "linear", 3e-3)]
     rows = Moved("layers.0.cache.values", "cache", 0.2, made=False, given=3e-3, beyond=0.0)

@@ -42,6 +42,7 @@ FAST = (
     "router near-ties, another order",
     "router near-ties, other experts",
     "router rows shifted",
+    "router's choice shifted",
     "gated-delta state stale under noise",
     "split-K of an unembedding",
     "split-K in layer 1",

@@ -105,6 +105,8 @@ LOGIC = [
          model=b.rows_rolled("model.layers.1.self_attn.v_proj")),
     Case("router rows shifted", "qwen3_moe", "logic", "*.layers.1.mlp.gate",
          model=b.rows_rolled("model.layers.1.mlp.gate")),
+    Case("router's choice shifted", "deepseek_moe", "logic", "*.layers.1.mlp.gate",
+         model=b.rows_rolled("model.layers.1.mlp.gate")),
     Case("window one key too narrow", "gemma3_text", "logic", "*.layers.0.self_attn", model=b.window_narrow),
     Case("rows of a block see ahead", "llama", "logic", "*.layers.0.self_attn", model=b.sees_ahead),
     Case("stops one token early", "llama", "length", None, f.cap_short),
