@@ -110,8 +110,9 @@ def gravest(verdicts: Sequence[str]) -> str:
 def module_at_fault(modules: Sequence[Moved]) -> Moved | None:
     """The first module that is off by more than rounding, and suddenly so: see SUSPECT and JUMP.
 
-    Rounding decides near-ties of a router, too. Where the same experts come in another order, their outputs cannot be
-    compared, but what is summed up from them can; where other experts were chosen, nothing after that is small.
+    Rounding decides near-ties of a router, too (where it cannot, the choice is "wrong"). Where the same experts come in
+    another order, their outputs cannot be compared, but what is summed up from them can; where other experts were
+    chosen, nothing after that is small.
     """
     before, shuffled = 0.0, set()
     for m in modules:
@@ -160,13 +161,10 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
 
 
 def _blame(bad: Moved) -> str:
+    same = "than for the same rows one by one"
     if bad.choice == "wrong":
-        return (
-            f"{bad.culprit} makes another choice for a block's rows than for the same rows one by one, and not by a tie"
-        )
-    why = (
-        f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from the same rows one by one"
-    )
+        return f"{bad.culprit} makes another choice for a block's rows {same}, and not by a tie"
+    why = f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from the same one by one"
     moves = f"rounding moves them by {max(bad.reach):.1g}" if any(bad.reach) else "no rounding is that large"
     return f"{why}, from one identical state: {moves}"
 

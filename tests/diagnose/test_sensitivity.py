@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import block_faults
+import latent  # noqa: F401  (its tiny models)
 import mlx.core as mx
 import pytest
 import tiny
 
 from mtplab.diagnose.locate import filled
-from mtplab.diagnose.sensitivity import reach, rounding
+from mtplab.diagnose.sensitivity import reach, rounding, ties
 from mtplab.diagnose.state import contents, leaves
 from mtplab.models.target import Target
 
@@ -65,6 +67,18 @@ def test_state_and_model_are_left_as_they_were(load, kind):
     assert cache.length == len(TEXT) and [type(m) for _, m in target.model.named_modules()] == classes
     for (_, leaf), copy in zip(leaves(cache), copies, strict=True):
         assert all(mx.array_equal(a, copy[n]) for n, a in contents(leaf, len(TEXT)).items())
+
+
+def test_only_a_choice_that_is_nearly_tied_is_one_that_noise_makes_otherwise(load):
+    loaded = load("qwen3_moe", {"num_experts_per_tok": 3})
+    router = loaded.target.model.layers[0].mlp.gate
+    ways = {}
+    for name, apart in (("clear", None), ("tied", block_faults.TIES)):
+        weight = router.weight
+        router.weight = weight if apart is None else block_faults.twins(weight, apart)
+        ways[name] = ties(loaded.target, [4, 5, 6], filled(loaded.target, TEXT), 1e-6)
+        router.weight = weight
+    assert {p for p, _ in ways["tied"] - ways["clear"]} >= {"model.layers.0.mlp.switch_mlp"} and not ways["clear"]
 
 
 def test_the_size_of_rounding_is_that_of_most_products_and_at_least_the_dtypes():
