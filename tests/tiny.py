@@ -68,15 +68,21 @@ def randomize(module: nn.Module, seed: int, logit_std: float = 3.0) -> None:
     module.load_weights(out)
 
 
+def made(config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """The model of a config, with random weights."""
+    model_class, args_class = mlxlm.classes(config)
+    model = model_class(args_class.from_dict(dict(config)))
+    randomize(model, seed)
+    return model.eval()
+
+
 def build(folder: Path, kind: str, seed: int = 0, *, head_layers: int | None = None, **changes: Any) -> Path:
     """Write a tiny checkpoint of `kind` (a key of CONFIGS) with its MTP head where the family has one."""
     config = CONFIGS[kind] | changes
     spec = headspec.find_spec(config)
     if spec is not None and head_layers is not None:
         config[spec.count_keys[0]] = head_layers
-    model_class, args_class = mlxlm.classes(config)
-    model = model_class(args_class.from_dict(dict(config)))
-    randomize(model, seed)
+    model = made(config, seed)
     weights = dict(tree_flatten(model.parameters()))
     layers = headspec.declared_layers(spec, config) if spec is not None else 0
     if layers:

@@ -21,6 +21,7 @@ from mtplab.diagnose.reference import Choice, Reference, Watched, choices, read_
 from mtplab.diagnose.seen import Fault, Leave, Seen
 from mtplab.diagnose.shadow import Shadow
 from mtplab.diagnose.state import LeafDiff
+from mtplab.diagnose.watch import share
 from mtplab.models.cache import Cache
 from mtplab.models.target import Output
 from mtplab.records.types import Prefill, Verify
@@ -166,7 +167,7 @@ class Lane:
         if hidden is None or self.reference.head_cache is None or not isinstance(self.parts.drafter, MTPDrafter):
             return mx.array(0.0)
         rows = [self.reference.rows[block.position + j].hidden for j in range(block.valid)]
-        return state.distance(hidden[: block.valid], mx.concatenate(rows)).max()
+        return share(hidden[: block.valid], mx.concatenate(rows), axis=-1).max()
 
     def _left(
         self, position: int, depth: int, arm: Choice, wanted: mx.array, diff: float, noise: float | None = None

@@ -200,8 +200,8 @@ class _Rows:
         return None if row is None else watch.difference(row, one)
 
     def _beyond(self, block: watch.Seen, one: watch.Seen) -> float:
-        step = mx.maximum(self._row(block.step, one.step), one.step)
-        return watch.beyond(self._row(block.output, one.output), one.output, step)
+        step = mx.maximum(self._row(block.step, one.step), one.step).astype(mx.float32)
+        return watch.share(self._row(block.output, one.output), one.output, spare=watch.STEPS * step).item()
 
     def _row(self, block: mx.array | None, one: mx.array) -> mx.array | None:
         """The row of the block that `one` is; None where the shapes do not tell."""

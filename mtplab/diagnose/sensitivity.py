@@ -26,33 +26,36 @@ TIMES = 8  # the noise is drawn, and one draw may hardly touch what cancels: the
 # nearly half of the times: that none of so many does is no accident.
 DRAWS, WIDER = 16, 10.0
 
+Row = dict[tuple[str, str, int], watch.Seen]  # (path, kind, call) -> what a module gave for it
 Moves = dict[tuple[str, str], tuple[float, float]]  # (path, kind) -> largest |move| / |row| of the output, of the input
 
 
 def reach(target: Target, block: Sequence[int], cache: Cache, size: float) -> Moves:
     """`block` row by row from the state `cache`, which is left as it was. size: |noise| / |row| of every linear."""
-    names = watch.kinds(target.model, cache.layers)
-    still = list(_rows(target, block, cache, names))
     out: Moves = {}
-    for seed in range(TIMES):
-        with _stirred(target.model, size, seed):
-            for rows, moved in zip(still, _rows(target, block, cache, names), strict=True):
-                for (path, kind, _), both in _compared(rows, moved).items():
-                    before = out.get((path, kind), (0.0, 0.0))
-                    out[path, kind] = max(before[0], both[0]), max(before[1], both[1])
+    for rows, moved in _drawn(target, block, cache, size, TIMES):
+        for (path, kind, _), both in _compared(rows, moved).items():
+            before = out.get((path, kind), (0.0, 0.0))
+            out[path, kind] = max(before[0], both[0]), max(before[1], both[1])
     return out
 
 
 def ties(target: Target, block: Sequence[int], cache: Cache, size: float) -> set[tuple[str, str]]:
     """(path, kind) of every module whose ids (a router's choice) are another set, in some row, in one of DRAWS draws of
     noise of `size`: those that rounding, a good deal smaller, may decide."""
-    names = watch.kinds(target.model, cache.layers)
-    still, out = list(_rows(target, block, cache, names)), set()
-    for seed in range(DRAWS):
-        with _stirred(target.model, size, seed):
-            for rows, moved in zip(still, _rows(target, block, cache, names), strict=True):
-                out |= {k[:2] for k, s in rows.items() if s.ids is not None and _other(s.ids, moved.get(k))}
+    out = set()
+    for rows, moved in _drawn(target, block, cache, size, DRAWS):
+        out |= {k[:2] for k, s in rows.items() if s.ids is not None and _other(s.ids, moved.get(k))}
     return out
+
+
+def _drawn(target: Target, block: Sequence[int], cache: Cache, size: float, draws: int) -> Iterator[tuple[Row, Row]]:
+    """Every row of the block, as it is and under noise, for each draw of it."""
+    names = watch.kinds(target.model, cache.layers)
+    still = list(_rows(target, block, cache, names))
+    for seed in range(draws):
+        with _stirred(target.model, size, seed):
+            yield from zip(still, _rows(target, block, cache, names), strict=True)
 
 
 def _other(ids: mx.array, moved: watch.Seen | None) -> bool:
@@ -60,22 +63,19 @@ def _other(ids: mx.array, moved: watch.Seen | None) -> bool:
     return not same or mx.any(mx.sort(ids) != mx.sort(moved.ids)).item()
 
 
-def _rows(
-    target: Target, block: Sequence[int], cache: Cache, names: dict[str, str]
-) -> Iterator[dict[tuple[str, str, int], watch.Seen]]:
+def _rows(target: Target, block: Sequence[int], cache: Cache, names: dict[str, str]) -> Iterator[Row]:
     with cache.attempt(len(block), singly=True):
         for token in block:
-            seen: dict[tuple[str, str, int], watch.Seen] = {}
-            add = lambda s, seen=seen: seen.__setitem__((s.path, s.kind, s.call), s)  # noqa: E731
+            row: Row = {}
+            add = lambda s, row=row: row.__setitem__((s.path, s.kind, s.call), s)  # noqa: E731
             with watch.watching(target.model, add, names), watch.watching_cache(target.model, cache, add):
                 logits = target.forward(mx.array([token]), cache).logits
-            mx.eval(
-                logits, cache.arrays(), [a for s in seen.values() for a in (s.output, s.input, s.ids) if a is not None]
-            )
-            yield seen
+            arrays = [(s.output, s.input, s.ids) for s in row.values()]
+            mx.eval(logits, cache.arrays(), [a for some in arrays for a in some if a is not None])
+            yield row
 
 
-def _compared(rows: dict[Any, watch.Seen], moved: dict[Any, watch.Seen]) -> dict[Any, tuple[float, float]]:
+def _compared(rows: Row, moved: Row) -> dict[tuple[str, str, int], tuple[float, float]]:
     keys = [k for k in rows if k in moved]
     shares = [[_share(getattr(r[k], n) for r in (moved, rows)) for n in ("output", "input")] for k in keys]
     mx.eval(shares)

@@ -239,12 +239,6 @@ def _numbers(x: mx.array, y: mx.array, *, rows: bool) -> tuple[mx.array, mx.arra
     return (a != b).sum(axis=inside), mx.abs(d).max(axis=inside), part.reshape(len(x), -1).max(axis=-1)
 
 
-def distance(a: mx.array, b: mx.array) -> mx.array:
-    """a, b: [..., D] -> [...]: |a - b| / |b| of every row."""
-    d, b = a.astype(mx.float32) - b.astype(mx.float32), b.astype(mx.float32)
-    return mx.sqrt((d * d).sum(axis=-1) / ((b * b).sum(axis=-1) + TINY))
-
-
 def head_state(caches: Sequence[Any], rows: int | None = None) -> list[tuple[int, Any]]:
     """An MTP head's caches (one per head layer) as a state; of a head that is ahead, the first `rows` rows."""
     out = [(i, copy.copy(leaf)) for i, layer in enumerate(caches) for leaf in flatten(layer)]

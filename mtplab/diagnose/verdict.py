@@ -161,12 +161,12 @@ def judge(seen: Seen, evidence: Evidence | None, *, reproducible: bool, paths: S
 
 
 def _blame(bad: Moved) -> str:
-    same = "than for the same rows one by one"
+    rows = "the same rows one by one"
     if bad.choice == "wrong":
-        return f"{bad.culprit} makes another choice for a block's rows {same}, and not by a tie"
-    why = f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from the same one by one"
+        return f"{bad.culprit} makes another choice for a block's rows than for {rows}, and not by a tie"
+    far = f"{bad.culprit} gives a block rows that are {bad.relative:.2g} of themselves away from {rows}"
     moves = f"rounding moves them by {max(bad.reach):.1g}" if any(bad.reach) else "no rounding is that large"
-    return f"{why}, from one identical state: {moves}"
+    return f"{far}, from one identical state: {moves}"
 
 
 def _first(faults: Sequence[Fault]) -> Fault:

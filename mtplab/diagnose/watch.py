@@ -58,17 +58,11 @@ def difference(a: mx.array, b: mx.array) -> Difference:
     return Difference(differ.item() == 0, a.size, differ.item(), steps.item(), gap.item(), part.item())
 
 
-def share(a: mx.array, b: mx.array) -> mx.array:
-    """|a - b| / |b|, as whole arrays."""
-    apart, size = a.astype(mx.float32) - b.astype(mx.float32), b.astype(mx.float32)
-    return mx.sqrt((apart * apart).sum() / ((size * size).sum() + 1e-30))
-
-
-def beyond(a: mx.array, b: mx.array, step: mx.array) -> float:
-    """|a - b| / |b| of two dequantized arrays, without the STEPS of `step` (of their shape) in every element."""
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
-    over = mx.maximum(mx.abs(a - b) - STEPS * step.astype(mx.float32), 0)
-    return mx.sqrt((over * over).sum() / ((b * b).sum() + 1e-30)).item()
+def share(a: mx.array, b: mx.array, *, spare: mx.array | float = 0.0, axis: int | None = None) -> mx.array:
+    """|a - b| / |b|, as whole arrays or along an axis; without `spare` (of their shape) in every element."""
+    size = b.astype(mx.float32)
+    over = mx.maximum(mx.abs(a.astype(mx.float32) - size) - spare, 0)
+    return mx.sqrt((over * over).sum(axis=axis) / ((size * size).sum(axis=axis) + 1e-30))
 
 
 def bits(a: mx.array) -> mx.array:
@@ -199,10 +193,10 @@ def watching(model: nn.Module, observer: Callable[[Seen], None], names: dict[str
     try:
         # mlx-lm's SwitchGLU layers share one activation: its calls belong to no path of their own. A layer that the
         # model runs twice goes by its first path.
-        owners, seen = Counter(id(m) for _, m in model.named_modules()), set()
+        owners, met = Counter(id(m) for _, m in model.named_modules()), set()
         for path, module in model.named_modules():
-            shared = owners[id(module)] > 1 and (id(module) in seen or not module.parameters())
-            seen.add(id(module))
+            shared = owners[id(module)] > 1 and (id(module) in met or not module.parameters())
+            met.add(id(module))
             if path in names and not shared:
                 restore.append(tap(module, report(path, names[path])))
                 if names[path] == "embedding":

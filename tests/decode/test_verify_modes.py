@@ -22,7 +22,6 @@ from mtplab.decode.drafters.simple import ScriptedDrafter
 from mtplab.decode.settings import Settings, check_verify
 from mtplab.diagnose import probe
 from mtplab.errors import RequestError
-from mtplab.models import mlxlm
 from mtplab.models.static import StaticKV
 from mtplab.models.target import Target
 from mtplab.trials.arms import Session, parse_arm
@@ -108,11 +107,7 @@ def experts() -> Target:
         "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 16, "num_experts_per_tok": 8, "decoder_sparse_step": 1,
         "mlp_only_layers": [], "moe_intermediate_size": 16, "norm_topk_prob": True,
     }  # fmt: skip
-    model_class, args_class = mlxlm.classes(config)
-    model = model_class(args_class.from_dict(dict(config)))
-    tiny.randomize(model, 0)
-    model.eval()
-    return Target(model)
+    return Target(tiny.made(config))
 
 
 # 4 rows ask 32 experts, row by row; 9 rows ask 72, which mlx-lm sorts by expert first.

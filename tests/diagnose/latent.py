@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tiny
 
-from mtplab.models import mlxlm
 from mtplab.models.target import Target
 
 DEEPSEEK = {
@@ -37,12 +36,7 @@ tiny.CONFIGS.setdefault("deepseek_v32", tiny.CONFIGS["deepseek_v3"] | {
 
 def mla(**changes) -> Target:
     """A tiny DeepSeek: its attention takes another algorithm for one row than for several, on every machine."""
-    config = DEEPSEEK | changes
-    model_class, args_class = mlxlm.classes(config)
-    model = model_class(args_class.from_dict(dict(config)))
-    tiny.randomize(model, 0)
-    model.eval()
-    return Target(model)
+    return Target(tiny.made(DEEPSEEK | changes))
 
 
 # Fewer caches than layers: Nemotron-H has layers without one, and Gemma 4's last layers read what earlier ones keep.
@@ -62,12 +56,3 @@ FEWER = {
         "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
     },
 }  # fmt: skip
-
-
-def fewer(kind: str) -> Target:
-    """A tiny model of FEWER."""
-    model_class, args_class = mlxlm.classes(FEWER[kind])
-    model = model_class(args_class.from_dict(dict(FEWER[kind])))
-    tiny.randomize(model, 0)
-    model.eval()
-    return Target(model)

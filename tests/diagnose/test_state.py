@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from latent import fewer
+from latent import FEWER
 
 from mtplab.backend import numerics
 from mtplab.decode.settings import Settings
@@ -19,6 +19,7 @@ from mtplab.diagnose.lane import LATER
 from mtplab.diagnose.locate import locate
 from mtplab.diagnose.reference import AHEAD, choices, read_choices
 from mtplab.models.cache import kind
+from mtplab.models.target import Target
 
 LENGTH = 24
 
@@ -72,13 +73,17 @@ def test_what_is_measured_of_every_part_is_what_numpy_measures(two, newest, toge
             assert (d.abs_max, d.relative) == (pytest.approx(most, rel=1e-4), pytest.approx(share, rel=1e-4))
 
 
-def test_a_part_that_is_known_to_differ_still_shows_missing_rows_and_others_are_still_asked(load):
-    target = load("llama").target
+def alike(target):
+    """The states of two caches that were given the same prompt."""
     caches = [target.new_cache() for _ in range(2)]
     for cache in caches:
         target.forward(mx.array(tiny.prompt(4, LENGTH)), cache)
         mx.eval(cache.arrays())
-    one, two = (state.leaves(c) for c in caches)
+    return [state.leaves(c) for c in caches]
+
+
+def test_a_part_that_is_known_to_differ_still_shows_missing_rows_and_others_are_still_asked(load):
+    one, two = alike(load("llama").target)
     two[1][1].keys[..., 2, :] += 1.0
     known = {(0, 0, "keys"), (0, 0, "values")}
     found = state.compare(one, two, LENGTH, newest=8, known=known)
@@ -89,12 +94,7 @@ def test_a_part_that_is_known_to_differ_still_shows_missing_rows_and_others_are_
 
 
 def test_what_is_known_of_an_attention_is_not_known_of_the_indexer_beside_it(load):
-    target = load("deepseek_v32").target
-    caches = [target.new_cache() for _ in range(2)]
-    for cache in caches:
-        target.forward(mx.array(tiny.prompt(4, LENGTH)), cache)
-        mx.eval(cache.arrays())
-    one, two = (state.leaves(c) for c in caches)
+    one, two = alike(load("deepseek_v32").target)
     assert [layer for layer, _ in one] == [0, 0, 1, 1, 2, 2]
     known = {(0, 0, "keys"), (0, 0, "values")}
     found = state.compare(one, two, LENGTH, known=known)
@@ -257,7 +257,7 @@ def test_noise_after_the_last_cache_of_the_trunk_is_no_fault_of_the_heads_cache(
     "kind, number, named", [("nemotron_h", 1, "backbone.layers.2"), ("gemma4_text", 1, "model.layers.1")]
 )
 def test_models_with_fewer_caches_than_layers_are_looked_at_and_the_right_layer_is_named(kind, number, named):
-    target = fewer(kind)
+    target = Target(tiny.made(FEWER[kind]))
     text, arm = Text("a", tuple(tiny.prompt(3, 24))), Candidate("scripted3", "scripted", 3)
     assert len(target.new_cache().layers) < len(target.model.layers)
     with numerics.simulate(target, "noise:1e-3@*"):

@@ -5,6 +5,8 @@ A part of the zoo, one of each kind; `python tests/diagnose/zoo.py` runs all of 
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import zoo
 from zoo import Case
@@ -86,14 +88,14 @@ def test_the_zoo_is_large_enough_and_names_are_unique():
 
 
 def test_sound_runs_raise_no_alarm(animals):
-    for name, verdict in zoo.clean(animals, 18):
+    for name, verdict in itertools.islice(zoo.clean(animals), 18):
         # A sliding window past its size rounds differently by width, and may flip a near-tie.
         allowed = ("equal", "numeric") if name.startswith("gemma3") else ("equal",)
         assert verdict.verdict in allowed, f"{name}: {verdict.reason}"
 
 
 def test_sound_runs_under_coarse_arithmetic_raise_no_alarm(animals):
-    for name, verdict in zoo.rough(animals, 22):  # one arithmetic, every family
+    for name, verdict in itertools.islice(zoo.rough(animals), 22):  # one arithmetic, every family
         assert verdict.verdict in ("equal", "numeric"), f"{name}: {verdict.reason}"
 
 

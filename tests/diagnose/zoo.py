@@ -137,10 +137,9 @@ def where(verdict: Verdict, loaded: Loaded) -> str | None:
     return verdict.module or (None if verdict.layer is None else layer_paths(loaded.target)[verdict.layer])
 
 
-def clean(zoo: Zoo, count: int) -> Iterator[tuple[str, Verdict]]:
-    """Runs without any fault: every kind, both float widths where they differ, many prompts and seeds."""
-    made = 0
-    for round_number in range(count):
+def clean(zoo: Zoo) -> Iterator[tuple[str, Verdict]]:
+    """Runs without any fault, without end: every kind, many prompts and seeds."""
+    for round_number in itertools.count():
         for kind in ("llama", "mimo", "qwen3_5", "gemma3_text"):
             loaded = zoo.load(kind, {}, seed=round_number % 5)
             arms = [SCRIPTED, Candidate("scripted2", "scripted", 2), Candidate("ngram3", "ngram", 3), DEPTH0]
@@ -148,18 +147,14 @@ def clean(zoo: Zoo, count: int) -> Iterator[tuple[str, Verdict]]:
             found = diagnose(loaded, arms, 6 + 9 * (round_number % 4), 32, seed=100 + round_number)
             for arm, by in found.verdicts.items():
                 yield f"{kind} {arm} {round_number}", next(iter(by.values()))
-                made += 1
-                if made == count:
-                    return
 
 
 ROUGH = ("splitk@*", "bf16acc:8@*", "lowp@*", "noise:1e-2@*", "noise:1e-2@layers.2.*", "noise:1e-3@layers.1.*")
 FAMILIES = ("llama", "mimo", "qwen3_5", "gemma3_text", "deepseek_v3", "deepseek_v32", "qwen3_moe", "llama 4", "llama 2")
 
 
-def rough(zoo: Zoo, count: int) -> Iterator[tuple[str, Verdict]]:
-    """Sound runs under coarse arithmetic, every family and quantized caches: equal or numeric, never a fault."""
-    made = 0
+def rough(zoo: Zoo) -> Iterator[tuple[str, Verdict]]:
+    """The same under coarse arithmetic, every family and quantized caches: equal or numeric, never a fault."""
     for number, (spec, family) in enumerate(itertools.cycle(itertools.product(ROUGH, FAMILIES))):
         kind, _, bits = family.partition(" ")
         more = PACKED[int(bits)] if bits else {"load": {}, "build": {}}
@@ -169,9 +164,6 @@ def rough(zoo: Zoo, count: int) -> Iterator[tuple[str, Verdict]]:
             found = diagnose(loaded, arms, 7 + 11 * (number % 4), 40, seed=500 + number)
         for arm, by in found.verdicts.items():
             yield f"{family} {spec} {arm} {number}", next(iter(by.values()))
-            made += 1
-            if made == count:
-                return
 
 
 def table(outcomes: Iterable[Outcome], clean_runs: Sequence[Verdict], rough_runs: Sequence[Verdict] = ()) -> str:
@@ -208,7 +200,7 @@ def main() -> int:
                 o = outcomes[-1]
                 mark = "ok " if o.right and o.placed is not False else "BAD"
                 print(f"{mark} {o.seconds:5.1f}s {case.name}: {o.verdict} ({o.reason}) {o.where}", file=sys.stderr)
-        runs = [list(clean(zoo, args.clean)) if args.clean else [], list(rough(zoo, args.rough)) if args.rough else []]
+        runs = [list(itertools.islice(*some)) for some in ((clean(zoo), args.clean), (rough(zoo), args.rough))]
     alarms = [(name, v) for some in runs for name, v in some if v.verdict not in ("equal", "numeric")]
     for name, verdict in alarms:
         print(f"BAD clean {name}: {verdict.verdict} ({verdict.reason})", file=sys.stderr)
