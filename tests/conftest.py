@@ -4,6 +4,7 @@ equal the baseline token for token and any difference is a bug of ours."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,10 @@ import pytest
 from mtplab import backend
 
 backend.setup()
+# A shell without job control starts what runs in the background with SIGINT ignored, and children inherit that: the
+# tests that interrupt one want it as it is in a terminal.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
